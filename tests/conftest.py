@@ -1,0 +1,26 @@
+"""Set up the test process (one thread, no network) and share fixtures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+# Read when torch, tokenizers, huggingface_hub and triton are first imported, so set before any of them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A fused multiply-add rounds once where the reference rounds twice.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
+
+import pytest
+import torch
+from tiny_models import make_tiny
+from transformers import PreTrainedModel
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    """Return `make_tiny(family, seed=0, **config_overrides)`."""
+    return make_tiny

@@ -1,0 +1,163 @@
+"""The package as users get it: what is declared, what an sdist and a wheel hold, what imports from where."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGE_DIR: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]
+EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
+
+IMPORT_ALL = """
+import importlib, sys
+from pathlib import Path
+folder, modules = sys.argv[1], sys.argv[2:]
+for name in modules:
+    file = importlib.import_module(name).__file__
+    assert Path(file).is_relative_to(folder), f"{name} was imported from {file}"
+print(len(modules), "imported")
+"""
+
+
+def installed_files() -> dict[str, Path]:
+    """Map the path of every file that belongs in a wheel to its place in the repository."""
+    files = {}
+    for package, folder in PACKAGE_DIR.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md":
+                files[str(Path(*package.split("."), path.relative_to(ROOT / folder)))] = path
+    return files
+
+
+def installed_modules() -> list[str]:
+    return sorted(
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in installed_files()
+        if name.endswith(".py")
+    )
+
+
+def run(arguments: list[str], cwd: Path) -> str:
+    result = subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def import_all(folder: Path, cwd: Path, *python: str) -> None:
+    modules = installed_modules()
+    output = run([sys.executable, *python, str(folder), *modules], cwd)
+    assert output.splitlines()[-1] == f"{len(modules)} imported"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a wheel from an sdist of a copy of the repository, so that no earlier build leaks into it."""
+    folder = tmp_path_factory.mktemp("build")
+    leave_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "repository", ignore=leave_out)
+    build = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+    run([sys.executable, "-c", build, "build_sdist", str(folder)], folder / "repository")
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    run([sys.executable, "-c", build, "build_wheel", str(folder)], folder / sdist.name.removesuffix(".tar.gz"))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_every_package_on_disk_is_listed() -> None:
+    packages = {Path(name).parent for name in installed_files() if name.endswith("__init__.py")}
+    assert {".".join(package.parts) for package in packages} == set(PYPROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == set(installed_files())
+
+
+def test_the_wheel_states_its_licence_and_ships_its_text(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    info = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    metadata = archive.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0\n" in metadata
+    assert "License-File: LICENSE\n" in metadata
+    licence = archive.read(f"{info}/licenses/LICENSE").decode()
+    assert "Apache License\n                           Version 2.0, January 2004" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
+
+
+def test_the_unpacked_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    # Without `site` (-S) an editable install of this checkout cannot stand in for a file the wheel lacks.
+    search = [str(tmp_path / "site"), *(entry for entry in sys.path if entry.endswith("-packages"))]
+    import_all(tmp_path / "site", tmp_path, "-I", "-S", "-c", f"import sys; sys.path += {search!r}\n{IMPORT_ALL}")
+
+
+@pytest.mark.parametrize("start", ["the repository", "elsewhere"])
+def test_the_installed_package_imports_from_any_folder(start: str, tmp_path: Path) -> None:
+    import paged_backend.plugins
+
+    editable = Path(paged_backend.plugins.__file__).is_relative_to(ROOT)
+    if not editable and start == "the repository":
+        pytest.skip("the checkout's paged_backend/ shadows an installed wheel there")
+    folder = ROOT if editable else Path(paged_backend.__file__).parents[1]
+    import_all(folder, ROOT if start == "the repository" else tmp_path, "-c", IMPORT_ALL)
+
+
+def test_the_version_is_that_of_the_metadata() -> None:
+    import paged_backend
+
+    assert paged_backend.__version__ == version("paged-backend") == PYPROJECT["project"]["version"]
+
+
+def test_the_command_line_script_answers_help(tmp_path: Path) -> None:
+    assert "Usage" in run([str(Path(sys.executable).with_name("paged-backend")), "--help"], tmp_path)
+
+
+def test_importing_the_package_starts_no_cuda_and_loads_no_extra(tmp_path: Path) -> None:
+    loaded = run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, paged_backend, torch\nassert not torch.cuda.is_initialized()\nprint(*sys.modules, sep='\\n')",
+        ],
+        tmp_path,
+    ).split()
+    extras = {"langchain_core", "llguidance", "matplotlib", "peft", "prometheus_client", "ray"}
+    assert "paged_backend" in loaded
+    assert extras.isdisjoint(loaded)
+
+
+def test_the_tested_versions_lie_in_the_declared_ranges() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    makefile = (ROOT / "Makefile").read_text()
+    extras = {name for group in re.findall(r'-e "\.\[(.+)\]"', makefile) for name in group.split(",")}
+    requirements = [*PYPROJECT["project"]["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    assert extras
+    for requirement in map(Requirement, requirements):
+        assert Version(tested[requirement.name]) in requirement.specifier, requirement
+
+
+def test_no_file_names_a_folder_of_the_machine_it_was_written_on() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    home = re.compile(r"(?<![\w.*)])/(?:home|root|Users)/\w|" + re.escape(str(ROOT)) + r"\b")
+    for name in run(["git", "ls-files", "-z"], ROOT).split("\0"):
+        path = ROOT / name
+        if path.is_file() and path.suffix in {"", ".cpp", ".md", ".py", ".toml", ".txt"}:
+            match = home.search(path.read_text())
+            assert match is None, f"{name} names {match and match[0]}"
