@@ -47,7 +47,7 @@ $(VENV)/run.stamp: pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	$(INSTALL) -e ".[cli,dev,langchain,metrics,plot,test]"
+	$(INSTALL) -e ".[dev]"
 	@touch $@
 
 .PHONY: help demo test test-fast lint format types clean
