@@ -1,0 +1,121 @@
+"""prefill_attention against an oracle that attends one token and one head at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import assert_attention_close, make_case, oracle
+
+from paged_backend.kernels import decode_attention, prefill_attention
+
+# Whole prompts and chunks after a cached prefix, around the edges of a block of 16 and of a slice of queries.
+CONTEXTS, QUERIES = [37, 1, 15, 16, 17, 90], [37, 1, 3, 16, 5, 67]
+RULES = [{}] + [{name: size} for name in ("window", "chunk") for size in (1, 7, 16, 40)]
+
+
+def check(case, **changes):
+    assert_attention_close(prefill_attention(*case.prefill_arguments, **case.options), oracle(case, **changes))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 7, 16, 32])
+def test_ragged_prompts_and_chunks_match_the_oracle_under_every_mask_rule(block_size, rule):
+    check(make_case(CONTEXTS, QUERIES, block_size=block_size, group=2, num_kv_heads=1, key_dim=16, **rule))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [{}, {"window": 100}, {"chunk": 100}], ids=str)
+def test_several_hundred_tokens_match_the_oracle(rule):
+    check(make_case([333, 400], [333, 130], group=3, num_kv_heads=1, **rule))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+def test_query_heads_read_the_kv_head_of_their_group(group):
+    check(make_case([19, 9], [19, 4], group=group, num_kv_heads=3, key_dim=32))
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (128, 128), (24, 16), (16, 40)])
+def test_any_head_dim_and_unequal_key_and_value_dims(key_dim, value_dim):
+    check(make_case([19, 9], [19, 4], group=2, key_dim=key_dim, value_dim=value_dim))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_half_precisions_stay_within_their_tolerance(dtype):
+    case = make_case(CONTEXTS, QUERIES, group=2, dtype=dtype, window=30)
+    assert prefill_attention(*case.prefill_arguments, **case.options).dtype == dtype
+    check(case)
+
+
+def test_softcap_and_sinks_and_a_rule_work_together():
+    check(make_case(CONTEXTS, QUERIES, group=2, scale=0.7, softcap=2.0, sinks=True, window=20))
+    check(make_case(CONTEXTS, QUERIES, group=2, scale=0.7, softcap=2.0, sinks=True, chunk=20))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantised_caches_are_read_through_their_scales(cache_dtype):
+    check(make_case(CONTEXTS, QUERIES, group=2, cache_dtype=cache_dtype, window=20))
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 20}, {"chunk": 24}], ids=str)
+def test_a_prompt_in_chunks_equals_the_prompt_whole(rule):
+    case = make_case([150], [150], group=2, sinks=True, **rule)
+    whole = prefill_attention(*case.prefill_arguments, **case.options)
+    for start, end in ((0, 1), (1, 17), (17, 128), (128, 150)):
+        part = prefill_attention(
+            case.query[start:end],
+            *case.prefill_arguments[1:4],
+            torch.tensor([0, end - start], dtype=torch.int32),
+            torch.tensor([end], dtype=torch.int32),
+            **case.options,
+        )
+        assert_attention_close(part, whole[start:end])
+
+
+def test_a_chunk_of_one_token_equals_decode():
+    case = make_case([37, 90], [1, 1], group=3, window=30)
+    assert_attention_close(
+        prefill_attention(*case.prefill_arguments, **case.options),
+        decode_attention(*case.decode_arguments, **case.options),
+    )
+
+
+def test_rows_past_the_last_sequence_and_empty_sequences_come_out_zero():
+    case = make_case([5, 7, 9], [5, 0, 3])
+    padded = torch.cat((case.query, torch.full_like(case.query[:2], torch.nan)))
+    output = prefill_attention(padded, *case.prefill_arguments[1:], **case.options)
+    assert output[8:].eq(0).all()
+    assert_attention_close(output[:8], oracle(case))
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"window": 8}, {"window": 7}),
+        ({"chunk": 8}, {"chunk": 7}),
+        ({"scale": 1.0, "softcap": 3.0}, {"softcap": None}),
+        ({"sinks": True}, {"sinks": None}),
+        ({"group": 3}, {"kv_head_of": lambda head: head % 2}),
+        ({}, {"scale": 0.95 * 64**-0.5}),
+    ],
+    ids=["window-1", "chunk-1", "no softcap", "no sinks", "interleaved heads", "scale 5 % off"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_missing_feature_would_be_noticed(options, change, dtype):
+    case = make_case(CONTEXTS, QUERIES, dtype=dtype, **options)
+    check(case)
+    with pytest.raises(AssertionError):
+        check(case, **change)
+
+
+def test_queries_that_outnumber_their_context_are_refused():
+    case = make_case([5], [5])
+    with pytest.raises(ValueError, match="sequence 0 has 5 queries but only 4 tokens of context"):
+        prefill_attention(*case.prefill_arguments[:5], torch.tensor([4], dtype=torch.int32), **case.options)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    case = make_case([5, 6], [5, 6])
+    with pytest.raises(ValueError, match="3 entries to go with 2 context_lens"):
+        prefill_attention(*case.prefill_arguments[:4], case.cu_seqlens_q[:2], case.context_lens, **case.options)
+    with pytest.raises(ValueError, match="no backend 'gpu'"):
+        prefill_attention(*case.prefill_arguments, **case.options, backend="gpu")
