@@ -34,7 +34,7 @@ print(len(modules), "imported")
 
 
 def installed_files() -> dict[str, Path]:
-    """Map the path of every file that belongs in a wheel, py.typed and sources of kernels included, to its place on disk."""
+    """Map every file that belongs in a wheel, py.typed and kernel sources included, to its place on disk."""
     files = {}
     for package, folder in PACKAGE_DIR.items():
         for path in (ROOT / folder).rglob("*"):
