@@ -1,5 +1,45 @@
-"""A paged-KV inference backend for transformers models."""
+"""A paged key-value engine with continuous batching for unchanged transformers models."""
 
-from importlib.metadata import version
+from __future__ import annotations
 
-__version__ = version("paged-backend")
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged_backend.config import EngineConfig as EngineConfig
+    from paged_backend.engine import Engine as Engine
+    from paged_backend.hookspecs import HOOK_API_VERSION as HOOK_API_VERSION
+    from paged_backend.hookspecs import hookimpl as hookimpl
+    from paged_backend.integrations.huggingface import install as install
+    from paged_backend.integrations.huggingface import release as release
+    from paged_backend.integrations.huggingface import uninstall as uninstall
+    from paged_backend.request import RequestOutput as RequestOutput
+    from paged_backend.sampling_params import SamplingParams as SamplingParams
+
+__version__ = metadata.version("paged-backend")
+
+_HOMES = {
+    "Engine": "paged_backend.engine",
+    "EngineConfig": "paged_backend.config",
+    "HOOK_API_VERSION": "paged_backend.hookspecs",
+    "RequestOutput": "paged_backend.request",
+    "SamplingParams": "paged_backend.sampling_params",
+    "hookimpl": "paged_backend.hookspecs",
+    "install": "paged_backend.integrations.huggingface",
+    "release": "paged_backend.integrations.huggingface",
+    "uninstall": "paged_backend.integrations.huggingface",
+}
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    # Names are imported when first used, so that importing the package stays cheap.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

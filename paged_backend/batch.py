@@ -1,0 +1,113 @@
+"""Batch: one step's tokens as the tensors that a forward pass and the attention kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class GroupTables:
+    """Where one KV group's tokens live.
+
+    block_tables: ``[num_seqs, width]`` int32; entries outside what a sequence still sees are meaningless.
+    slot_mapping: ``[num_tokens]`` int64, the slot each new token's key and value go to.
+    """
+
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed tokens of one forward pass: decodes first, one token each, then prefill chunks.
+
+    input_ids, positions: ``[num_tokens]`` int64. context_lens: ``[num_seqs]`` int32, each counting the tokens of
+    this step too. cu_seqlens_q: ``[num_prefills + 1]`` int32 offsets of the chunks within the prefill part.
+    logits_rows: ``[num_rows]`` int64, the tokens whose logits are wanted.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    context_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    logits_rows: torch.Tensor
+    groups: tuple[GroupTables, ...]
+    num_decodes: int
+    max_seqlen_q: int
+    max_decode_context: int
+    max_prefill_context: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.numel()
+
+    @property
+    def num_prefills(self) -> int:
+        return self.cu_seqlens_q.numel() - 1
+
+
+def build_batch(
+    decode_ids: Sequence[int],
+    decode_positions: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    chunk_starts: Sequence[int],
+    logits_counts: Sequence[int],
+    tables: Sequence[np.ndarray],
+    block_size: int,
+    device: torch.device,
+) -> Batch:
+    """Pack decodes and prefill chunks.
+
+    ``decode_ids[i]`` is fed at ``decode_positions[i]``; ``chunks[i]`` starts at position ``chunk_starts[i]`` and its
+    last token's logits are wanted ``logits_counts[i]`` times: 0 in mid-prompt, more than 1 for samples that share a
+    prompt. ``tables[g]`` is group g's int32 block table, one row per sequence, decodes first.
+    """
+    num_decodes = len(decode_ids)
+    lengths = np.fromiter(map(len, chunks), np.int64, len(chunks))
+    starts = np.asarray(chunk_starts, np.int64)
+    offsets = np.zeros(len(chunks) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    num_tokens = num_decodes + int(offsets[-1])
+
+    input_ids = np.empty(num_tokens, np.int64)
+    input_ids[:num_decodes] = decode_ids
+    for chunk, begin, end in zip(chunks, offsets[:-1], offsets[1:], strict=True):
+        input_ids[num_decodes + begin : num_decodes + end] = chunk
+
+    positions = np.empty(num_tokens, np.int64)
+    positions[:num_decodes] = decode_positions
+    positions[num_decodes:] = np.arange(num_tokens - num_decodes) + np.repeat(starts - offsets[:-1], lengths)
+
+    context_lens = np.concatenate([positions[:num_decodes] + 1, starts + lengths]).astype(np.int32)
+    last_rows = np.repeat(num_decodes + offsets[1:] - 1, np.asarray(logits_counts, np.int64))
+    rows = np.concatenate([np.arange(num_decodes), last_rows])
+
+    sequence_of = np.concatenate([np.arange(num_decodes), num_decodes + np.repeat(np.arange(len(chunks)), lengths)])
+    block_index, offset = np.divmod(positions, block_size)
+    max_decode_context = int(context_lens[:num_decodes].max(initial=0))
+    max_prefill_context = int(context_lens[num_decodes:].max(initial=0))
+    width = -(-max(max_decode_context, max_prefill_context, 1) // block_size)
+    groups = []
+    for table in tables:
+        slots = table[sequence_of, block_index].astype(np.int64) * block_size + offset
+        groups.append(GroupTables(_tensor(np.ascontiguousarray(table[:, :width]), device), _tensor(slots, device)))
+    return Batch(
+        input_ids=_tensor(input_ids, device),
+        positions=_tensor(positions, device),
+        context_lens=_tensor(context_lens, device),
+        cu_seqlens_q=_tensor(offsets.astype(np.int32), device),
+        logits_rows=_tensor(rows.astype(np.int64), device),
+        groups=tuple(groups),
+        num_decodes=num_decodes,
+        max_seqlen_q=int(lengths.max(initial=0)),
+        max_decode_context=max_decode_context,
+        max_prefill_context=max_prefill_context,
+    )
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -1,0 +1,155 @@
+"""EngineConfig: every option of an engine, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paged_backend.errors import ConfigError
+
+KV_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+BATCHING = ("auto", "shared", "separate")
+MAX_BLOCK_SIZE = 4096
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine. A value that cannot be used raises ConfigError here, naming the field and the fix.
+
+    block_size: tokens per block, or the name of a registered rule, ``"module:attribute"`` or a callable
+        ``(ModelShape, torch.device) -> int``.
+    kv_cache_memory: bytes for keys and values: an int, a string such as ``"2GiB"``, or a fraction (0, 1) of a GPU's
+        free memory. None takes what ``max_num_seqs`` sequences of full length need, at most 2 GiB.
+    kv_dtype: ``auto`` stores the model's own dtype; float16, bfloat16, int8 and fp8 (e4m3) take less.
+    max_num_seqs: requests that run at once.
+    max_num_batched_tokens: prefill tokens of one step; decodes come on top.
+    max_model_len: most tokens of a request, prompt and output; None takes the model's own limit.
+    max_waiting: waiting requests beyond which new ones are refused; None does not limit.
+    scheduler, eviction: a policy's registered name, ``"module:attribute"``, class or instance, with its options.
+    enable_prefix_caching: reuse the blocks of equal prompt beginnings, and of finished requests.
+    batching: ``shared`` runs decodes and prefill chunks in one forward pass, ``separate`` in two; ``auto`` chooses.
+    attention_backend: which kernels attend: ``triton``, ``cpu`` (C++), ``reference`` (plain torch) or ``auto``.
+
+    strict_policies: a policy that breaks its contract raises PluginError instead of being passed over.
+    seed: where the random streams of requests without a seed of their own start; None draws it afresh.
+    """
+
+    block_size: Any = 16
+    kv_cache_memory: int | float | str | None = None
+    kv_dtype: str = "auto"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    max_waiting: int | None = None
+    scheduler: Any = "fifo"
+    scheduler_options: Mapping[str, Any] = field(default_factory=dict)
+    eviction: Any = "lru"
+    eviction_options: Mapping[str, Any] = field(default_factory=dict)
+    enable_prefix_caching: bool = True
+    batching: str = "auto"
+    attention_backend: str = "auto"
+    strict_policies: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            _require_count(name, getattr(self, name))
+        for name in ("max_model_len", "max_waiting"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
+        if isinstance(self.block_size, int):
+            check_block_size(self.block_size)
+        elif not isinstance(self.block_size, str) and not callable(self.block_size):
+            raise ConfigError(f"block_size must be a number, a rule's name or a callable, got {self.block_size!r}")
+        if self.kv_cache_memory is not None:
+            parse_memory(self.kv_cache_memory)
+        _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _require_choice("batching", self.batching, BATCHING)
+        for name in ("enable_prefix_caching", "strict_policies"):
+            _require_bool(name, getattr(self, name))
+        if not isinstance(self.attention_backend, str):
+            raise ConfigError(f"attention_backend must be a name such as 'auto', got {self.attention_backend!r}")
+        for name in ("scheduler", "eviction"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} must name a policy; None does not")
+            if not isinstance(getattr(self, f"{name}_options"), Mapping):
+                raise ConfigError(f"{name}_options must be a mapping, got {getattr(self, f'{name}_options')!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"seed must be an int or None, got {self.seed!r}")
+
+    @classmethod
+    def from_options(cls, options: EngineConfig | Mapping[str, Any] | None = None, **more: Any) -> EngineConfig:
+        """A config from a mapping of field names, or an existing config with some fields replaced."""
+        if options is None:
+            options = {}
+        if isinstance(options, EngineConfig):
+            values = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls)}
+        elif isinstance(options, Mapping):
+            values = dict(options)
+        else:
+            raise ConfigError(f"engine options must be a mapping or an EngineConfig, got {type(options).__name__}")
+        values.update(more)
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(f"unknown engine option {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+        return cls(**values)
+
+    @property
+    def kv_torch_dtype(self) -> torch.dtype | None:
+        """The cache's dtype, or None for each layer's own."""
+        return KV_DTYPES[self.kv_dtype]
+
+
+def parse_memory(value: int | float | str) -> int | float:
+    """Bytes as an int, or a fraction of a GPU's free memory as a float in (0, 1).
+
+    Raises ConfigError for anything else.
+    """
+    allowed = "bytes (an int), a size such as '512MiB' or '2GiB', or a fraction of a GPU between 0 and 1"
+    number = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if not match or match[2].upper() not in _UNITS:
+            raise ConfigError(f"kv_cache_memory={value!r} is not a size; give {allowed}")
+        number = int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number) or number <= 0:
+        raise ConfigError(f"kv_cache_memory={value!r} is not usable; give {allowed}")
+    if isinstance(number, float) and number >= 1:
+        raise ConfigError(f"kv_cache_memory={value!r} is not a fraction; give {allowed}")
+    return number
+
+
+def check_block_size(value: Any, source: str = "block_size") -> int:
+    """The value if it is a usable number of tokens per block, else ConfigError naming ``source``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_BLOCK_SIZE:
+        raise ConfigError(f"{source} must be an int from 1 to {MAX_BLOCK_SIZE}, got {value!r}")
+    return value
+
+
+def _require_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
+
+
+def _require_choice(name: str, value: Any, allowed: Any) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")

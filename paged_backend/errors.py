@@ -1,0 +1,51 @@
+"""Every error this package raises on purpose; each is also the builtin that a caller would catch."""
+
+from __future__ import annotations
+
+
+class PagedBackendError(Exception):
+    """Base of all errors raised on purpose by paged_backend."""
+
+
+class RequestRefused(PagedBackendError, ValueError):
+    """A request was not accepted; nothing was queued and nothing else was touched."""
+
+
+class ContextOverflow(RequestRefused):
+    """A request can never fit the model's positions or the key-value cache; the message gives the numbers."""
+
+
+class ConfigError(PagedBackendError, ValueError):
+    """An option has a value that cannot be used; the message names the field, the value and what is allowed."""
+
+
+class UnknownPolicy(ConfigError):
+    """No policy of that kind has this name; the message lists the known ones."""
+
+
+class UnsupportedModel(PagedBackendError, NotImplementedError):
+    """The load probe could not prove that the model runs right on paged attention; the message says why."""
+
+
+class UnsupportedCall(PagedBackendError, NotImplementedError):
+    """``generate`` was asked for something the paged backend does not serve; the message names it."""
+
+
+class SamplingFailed(PagedBackendError, ValueError):
+    """No token could be chosen for a request: its logits, or what its logits processors made of them, are unusable."""
+
+
+class DeadlineExceeded(PagedBackendError, TimeoutError):
+    """A result was asked for that did not arrive in time."""
+
+
+class EngineClosed(PagedBackendError, RuntimeError):
+    """The engine was closed, or a call came at a moment when it cannot be served."""
+
+
+class PluginError(PagedBackendError, RuntimeError):
+    """A plugin cannot be loaded, clashes with another one, or broke its contract under ``strict_policies``."""
+
+
+class IntegrityError(PagedBackendError, AssertionError):
+    """The block manager's books do not agree with each other; this is always a bug."""

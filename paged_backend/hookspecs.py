@@ -1,0 +1,79 @@
+"""Every hook a plugin may implement; each docstring is the hook's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from paged_backend.engine import Engine
+    from paged_backend.request import Request, RequestOutput
+    from paged_backend.stats import EngineStats, StepStats
+
+PROJECT = "paged_backend"
+HOOK_API_VERSION = 1
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+Register = Callable[[str, Any], None]
+
+
+@hookspec
+def register_schedulers(register: Register) -> None:
+    """Offer scheduling policies: ``register("name", SchedulingPolicy subclass or factory)``. Once per engine."""
+
+
+@hookspec
+def register_evictions(register: Register) -> None:
+    """Offer eviction policies: ``register("name", EvictionPolicy subclass or factory)``. Once per engine."""
+
+
+@hookspec
+def register_block_sizes(register: Register) -> None:
+    """Offer block-size rules: ``register("name", rule)`` with ``rule(ModelShape, device) -> int``. Once per engine."""
+
+
+@hookspec
+def register_attention_backends(register: Register) -> None:
+    """Offer attention backends: ``register("name", backend)``, the name kernels dispatch on. Once per engine."""
+
+
+@hookspec(firstresult=True)
+def admit_request(request: Request, stats: EngineStats) -> bool | str | None:
+    """Accept or refuse a new request; the first plugin with an opinion decides.
+
+    Return True to accept, a reason to refuse (the caller gets ``RequestRefused(reason)``), None to pass.
+    """
+
+
+@hookspec
+def engine_started(engine: Engine) -> None:
+    """The engine is built: model proven, cache sized. Once per engine."""
+
+
+@hookspec
+def request_added(request: Request) -> None:
+    """A request was accepted and waits."""
+
+
+@hookspec
+def request_preempted(request: Request, num_blocks: int) -> None:
+    """A running request gave up ``num_blocks`` blocks and waits again, keeping its tokens."""
+
+
+@hookspec
+def request_finished(request: Request, output: RequestOutput) -> None:
+    """A request ended, whatever the reason; ``output.finish_reason`` tells."""
+
+
+@hookspec
+def step_finished(stats: StepStats) -> None:
+    """A step is over and the engine's state is consistent. Last of all in a step."""
+
+
+@hookspec
+def engine_stopped(engine: Engine) -> None:
+    """The engine was closed; its cache is gone."""

@@ -1,0 +1,79 @@
+"""PrefixTree: which blocks hold the keys and values of which token prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PrefixNode:
+    """One full block of tokens after the prefix its ancestors spell; ``blocks[g]`` holds it in KV group g, or is None.
+
+    A node is found by comparing token ids, never by a hash alone, so two prefixes cannot be taken for each other.
+    """
+
+    __slots__ = ("blocks", "children", "depth", "hits", "parent", "tokens")
+
+    def __init__(self, parent: PrefixNode | None, tokens: tuple[int, ...], num_groups: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.depth = 0 if parent is None else parent.depth + 1
+        self.children: dict[tuple[int, ...], PrefixNode] = {}
+        self.blocks: list[int | None] = [None] * num_groups
+        self.hits = 0
+
+
+class PrefixTree:
+    """A tree of full blocks per cache salt; requests with different salts never see each other's blocks."""
+
+    def __init__(self, num_groups: int, block_size: int) -> None:
+        self.num_groups = num_groups
+        self.block_size = block_size
+        self._roots: dict[str | None, PrefixNode] = {}
+
+    def root(self, salt: str | None) -> PrefixNode:
+        node = self._roots.get(salt)
+        if node is None:
+            node = self._roots[salt] = PrefixNode(None, (), self.num_groups)
+        return node
+
+    def match(self, token_ids: Sequence[int], salt: str | None, max_blocks: int) -> list[PrefixNode]:
+        """The nodes of the longest known prefix, at most ``max_blocks``; some may have lost their blocks."""
+        node, size, found = self.root(salt), self.block_size, []
+        for start in range(0, max_blocks * size, size):
+            child = node.children.get(tuple(token_ids[start : start + size]))
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
+
+    def child(self, node: PrefixNode, tokens: tuple[int, ...]) -> PrefixNode:
+        """The node of ``tokens`` after ``node``, made if it is new."""
+        child = node.children.get(tokens)
+        if child is None:
+            child = node.children[tokens] = PrefixNode(node, tokens, self.num_groups)
+        return child
+
+    def forget(self, node: PrefixNode, group: int) -> None:
+        """The node's block in ``group`` is gone; drop the node, and ancestors, that now lead nowhere."""
+        node.blocks[group] = None
+        while node.parent is not None and not node.children and all(block is None for block in node.blocks):
+            # A request may still stand on a dropped node; it is then off the tree and registers nothing more.
+            parent = node.parent
+            if parent.children.get(node.tokens) is node:
+                del parent.children[node.tokens]
+            node.parent = None
+            node = parent
+
+    def nodes(self) -> list[PrefixNode]:
+        """Every node but the roots, parents first."""
+        found, stack = [], list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.depth:
+                found.append(node)
+            stack.extend(node.children.values())
+        return found
+
+    def clear(self) -> None:
+        self._roots.clear()
