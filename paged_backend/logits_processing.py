@@ -49,14 +49,15 @@ class LogitsProcessing:
         rows = [row for row, request in enumerate(requests) if request.params.logit_bias]
         if not rows:
             return
-        states = [SamplingState.of(requests[row]) for row in rows]
-        for state, row in zip(states, rows, strict=True):
+        biases = []
+        for row in rows:
+            state, bias = SamplingState.of(requests[row]), requests[row].params.logit_bias or {}
             if state.bias is None:
-                bias = requests[row].params.logit_bias or {}
                 assert max(bias) < scores.shape[1], "logit_bias was not checked against the vocabulary"
                 state.bias = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
-        places = _places(scores, rows, [state.bias[0] for state in states])
-        scores.view(-1).index_add_(0, places, torch.cat([state.bias[1] for state in states]).to(scores.device))
+            biases.append(state.bias)
+        places = _places(scores, rows, [token_ids for token_ids, _ in biases])
+        scores.view(-1).index_add_(0, places, torch.cat([values for _, values in biases]).to(scores.device))
 
     def _penalize(self, scores: Tensor, requests: Sequence[Request]) -> None:
         rows = [row for row, request in enumerate(requests) if request.params.has_penalties]

@@ -29,7 +29,7 @@ _BLOCK = 256
 class Sampled(NamedTuple):
     """One entry per request: its token or why it has none, and its logprobs by token id (None unless asked for).
 
-    Logprobs hold the token itself first, then the likeliest tokens, likeliest first; those that cannot come up are left out.
+    Logprobs hold the token itself first, then the likeliest tokens, likeliest first, without those that cannot come up.
     """
 
     tokens: list[int | Exception]
@@ -42,8 +42,8 @@ class Sampler:
     A request's token depends on its own logits row, parameters, tokens and random stream only. The stream is a function
     of the seed, ``RequestOutput.index`` and the number of output tokens, so neither batch mates nor preemption move it.
 
-    eos_token_ids: the model's end-of-sequence tokens. seed: where the streams of requests without a seed start, together
-    with ``Request.order``; None draws it afresh. tokenizer: needed for ``bad_words`` given as texts.
+    eos_token_ids: the model's end-of-sequence tokens. seed: where the streams of requests without a seed start,
+    together with ``Request.order``; None draws it afresh. tokenizer: needed for ``bad_words`` given as texts.
     """
 
     def __init__(self, eos_token_ids: Collection[int], seed: int | None = None, tokenizer: Any = None) -> None:
@@ -139,7 +139,7 @@ def _top_logprobs(logprobs: Tensor, token: int, count: int) -> dict[int, float]:
 def _first_argmax(scores: Tensor) -> Tensor:
     """Index of the first maximum of each row ([R, V] to [R] int64), -1 for a row with NaN or nothing above -inf.
 
-    The same as ``argmax`` in the scores' own dtype, where bfloat16 and float32 agree since one converts to the other exactly.
+    In the scores' own dtype, which orders them as float32 would since every half-precision number is one of float32.
     Plain maxima of blocks come first, because torch finds a maximum without its index many times faster.
     """
     vocab_size = scores.shape[1]

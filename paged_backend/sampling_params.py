@@ -13,7 +13,7 @@ import torch
 
 from paged_backend.errors import ConfigError, RequestRefused
 
-LogitsProcessor = Callable[[torch.LongTensor, torch.Tensor], torch.Tensor]
+LogitsProcessor = Callable[[Any, torch.Tensor], torch.Tensor]
 
 LOGPROBS_MODES = ("raw", "processed")
 MAX_COUNT = 2**31 - 1
@@ -160,7 +160,7 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _check_real(name: str, value: Any, low: float, high: float, open_low: bool = False, also: str = "") -> None:
-    fits = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+    fits = isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
     if not fits or (open_low and value == low):
         bounds = f"above {low} and up to {high}" if open_low else f"from {low} to {high}"
         raise ConfigError(f"{name} must be a number {' '.join(filter(None, [bounds, also]))}, got {value!r}")

@@ -58,7 +58,7 @@ class SeenTokens:
         self._num_tokens = 0
 
     def update(self, token_ids: Sequence[int], num_prompt_tokens: int) -> tuple[Tensor, Tensor]:
-        """Take in the tokens added since the last call; returns views of the ids [U] int64 and output counts [U] float32."""
+        """Take in the tokens since the last call; returns views of the ids [U] int64 and output counts [U] float32."""
         for position in range(self._num_tokens, len(token_ids)):
             token = token_ids[position]
             if token >= self._vocab_size:
