@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paged_backend.integrations.huggingface import uninstall as uninstall
     from paged_backend.request import RequestOutput as RequestOutput
     from paged_backend.sampling_params import SamplingParams as SamplingParams
+    from paged_backend.shared_engine import SharedEngine as SharedEngine
 
 __version__ = metadata.version("paged-backend")
 
@@ -24,6 +25,7 @@ _HOMES = {
     "HOOK_API_VERSION": "paged_backend.hookspecs",
     "RequestOutput": "paged_backend.request",
     "SamplingParams": "paged_backend.sampling_params",
+    "SharedEngine": "paged_backend.shared_engine",
     "hookimpl": "paged_backend.hookspecs",
     "install": "paged_backend.integrations.huggingface",
     "release": "paged_backend.integrations.huggingface",
