@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paged_backend.sampling_params import SamplingParams
 
 # Candidates are picked with room for float32 rounding and then judged exactly.
 _SLACK = 1e-3
+# Scores per block; only blocks whose maxima promise something are looked into.
+_ARGMAX_BLOCK, _CANDIDATE_BLOCK = 256, 64
 
 
 class Distribution(NamedTuple):
@@ -54,7 +58,7 @@ class Distribution(NamedTuple):
 def warp(scores: Tensor, params: Sequence[SamplingParams]) -> list[tuple[list[int], Distribution]]:
     """Temperature, top_k, top_p and min_p of every row at once, in transformers' order and with its results.
 
-    scores: [R, V] float32, one row per element of ``params``, none of them greedy; overwritten.
+    scores: [R, V] float32, one row per element of ``params``, none of them greedy.
     Returns distributions with the rows that each one holds, together all rows. Rows without top_k, top_p and min_p
     keep the whole vocabulary; the others are cut down to their candidates first, so that no vocabulary is sorted.
 
@@ -62,15 +66,40 @@ def warp(scores: Tensor, params: Sequence[SamplingParams]) -> list[tuple[list[in
     where the rounding of their float32 sums decides: a token is on the edge of top_p or min_p to within 1e-6, or
     equally likely tokens straddle the edge of top_p (then the lowest token ids are kept).
     """
-    scores /= _column(scores, [p.temperature for p in params])
+    scores = scores / _column(scores, [p.temperature for p in params])
     whole = [row for row, p in enumerate(params) if not _truncates(p, scores.shape[1])]
-    if len(whole) == len(params):
-        return [(whole, Distribution(scores.softmax(-1), None))]
     truncated = [row for row, p in enumerate(params) if _truncates(p, scores.shape[1])]
-    parts = [(truncated, _truncate(scores[truncated], [params[row] for row in truncated]))]
+    parts = []
     if whole:
-        parts.append((whole, Distribution(scores[whole].softmax(-1), None)))
+        parts.append((whole, Distribution(take_rows(scores, whole).softmax(-1), None)))
+    if truncated:
+        parts.append((truncated, _truncate(take_rows(scores, truncated), [params[row] for row in truncated])))
     return parts
+
+
+def take_rows(scores: Tensor, rows: list[int]) -> Tensor:
+    """Some rows, in order: all of them as they are, fewer as a copy. Indexing by a list costs several times as much."""
+    if len(rows) == len(scores):
+        return scores
+    return scores.index_select(0, torch.tensor(rows, device=scores.device))
+
+
+def first_argmax(scores: Tensor) -> Tensor:
+    """Index of the first maximum of each row ([R, V] to [R] int64), -1 for a row with NaN or nothing above -inf.
+
+    In the scores' own dtype, which orders them as float32 would since every half-precision number is one of float32.
+    """
+    vocab_size = scores.shape[1]
+    num_blocks, rest = divmod(vocab_size, _ARGMAX_BLOCK)
+    # torch finds a maximum many times faster than its place.
+    maxima = scores[:, : num_blocks * _ARGMAX_BLOCK].unflatten(1, (num_blocks, _ARGMAX_BLOCK)).amax(-1)
+    if rest:
+        maxima = torch.cat([maxima, scores[:, -rest:].amax(-1, keepdim=True)], 1)
+    places = torch.arange(_ARGMAX_BLOCK, device=scores.device)
+    # Past the end the last score repeats, which moves no first maximum.
+    tokens = (maxima.argmax(-1, keepdim=True) * _ARGMAX_BLOCK + places).clamp_(max=vocab_size - 1)
+    place = scores.gather(1, tokens).argmax(-1, keepdim=True)
+    return torch.where(maxima.amax(-1) > -torch.inf, tokens.gather(1, place)[:, 0], -1)
 
 
 def _truncates(params: SamplingParams, vocab_size: int) -> bool:
@@ -81,46 +110,84 @@ def _truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Distribution:
     vocab_size = scores.shape[1]
     # The softmax of whole rows, not of the candidates: its sums must not depend on how many candidates others have.
     probs = scores.softmax(-1)
+    scores = functional.pad(scores, (0, -vocab_size % _CANDIDATE_BLOCK), value=-torch.inf)
+    maxima = scores.unflatten(1, (-1, _CANDIDATE_BLOCK)).amax(-1)
     top_p = _column(scores, [p.top_p for p in params])
     min_p = _column(scores, [p.min_p for p in params])
+    counts = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    counted = [row for row, count in enumerate(counts) if count < vocab_size]
+    top_k = torch.tensor([[counts[row]] for row in counted], device=scores.device)
+    most = max((counts[row] for row in counted), default=0)
 
-    # A score below which nothing is kept. Probabilities of at most (1 - top_p) / V come to at most 1 - top_p
-    # together, so whatever top_p keeps lies above.
-    best = scores.amax(-1, keepdim=True)
-    log_normalizer = best - probs.amax(-1, keepdim=True).log()
-    floor = ((1 - top_p) / vocab_size).log() + log_normalizer - _SLACK
-    floor = floor.maximum(best + min_p.log() - _SLACK)
-    counted = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size]
+    # A score that everything kept reaches, and preferably little else.
+    best = maxima.amax(-1, keepdim=True)
+    floor = best + min_p.log() - _SLACK
+    if len(counted) < len(params):
+        log_normalizer = best - probs.amax(-1, keepdim=True).log()
+        floor = floor.maximum(_nucleus_floor(probs, top_p).log() + log_normalizer - _SLACK)
     if counted:
-        top_k = torch.tensor([[params[row].top_k] for row in counted], device=scores.device)
-        # Equal to the last of the top_k is kept, as in transformers; what follows is relative to what top_k kept.
-        floor[counted] = scores[counted].topk(int(top_k.max())).values.gather(1, top_k - 1)
-    floor = floor.clamp(min=torch.finfo(scores.dtype).min)
+        # Everything top_k keeps, since what follows is relative to it: k scores reach the k-th highest maximum of a block.
+        heads = maxima if most <= maxima.shape[1] else scores
+        floor[counted] = take_rows(heads, counted).topk(most).values.gather(1, top_k - 1)
+    candidates, token_ids = _candidates(scores, maxima, floor.clamp(min=torch.finfo(scores.dtype).min))
 
-    token_ids, candidates = _candidates(scores, scores >= floor)
-    weights = torch.where(candidates > -torch.inf, probs.gather(1, token_ids).double(), 0.0)
-    totals = torch.ones_like(weights[:, :1])
-    totals[counted] = weights[counted].sum(-1, keepdim=True)
-    before = weights.cumsum(-1) - weights
-    keep = ((before < top_p.double() * totals) | (top_p == 1)) & (weights >= min_p * weights[:, :1])
-    return Distribution(weights * keep, token_ids)
+    weights = torch.where(candidates > -torch.inf, probs.gather(1, token_ids), 0.0)
+    totals = torch.ones_like(best, dtype=torch.float64)
+    if counted:
+        # Whatever equals the k-th is kept too.
+        kept = take_rows(candidates, counted)
+        kth = kept.topk(min(most, kept.shape[1])).values.gather(1, top_k.clamp(max=kept.shape[1]) - 1)
+        weights[counted] *= kept >= kth
+        totals[counted] = weights[counted].sum(-1, keepdim=True, dtype=torch.float64)
+    if any(p.top_p < 1 for p in params):
+        weights = _keep_nucleus(weights, top_p, totals)
+    weights *= weights >= min_p * weights.amax(-1, keepdim=True)
+    return Distribution(weights, token_ids)
 
 
-def _candidates(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The masked scores of each row, best first and -inf behind them, as [R, C] ``token_ids`` and scores.
+def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
+    """A probability that all tokens kept by top_p reach, [R, 1]."""
+    # Probabilities up to this one come to at most 1 - top_p together.
+    floor = (1 - top_p) / probs.shape[1]
+    for share in (2**12, 2**9, 2**6):
+        # Higher if the tokens above come to top_p even without the part of each that is below.
+        level = (1 - top_p) / share
+        enough = (probs - level).clamp_(min=0).sum(-1, keepdim=True) > top_p + _SLACK * (1 - top_p)
+        floor = torch.where(enough, level.maximum(floor), floor)
+    return floor
 
-    Equal scores stand in the order of their ids.
+
+def _candidates(scores: Tensor, maxima: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's scores from its ``floor`` ([R, 1]) on and their token ids, both [R, C], filled up with -inf and 0.
+
+    Only the blocks whose maximum reaches the floor are looked into.
     """
-    rows, tokens = mask.nonzero(as_tuple=True)
+    rows, blocks = (maxima >= floor).nonzero(as_tuple=True)
+    values = scores.view(-1, _CANDIDATE_BLOCK).index_select(0, rows * maxima.shape[1] + blocks)
+    hits, places = (values >= floor[rows]).nonzero(as_tuple=True)
+    rows, tokens = rows[hits], blocks[hits] * _CANDIDATE_BLOCK + places
+
     counts = rows.bincount(minlength=len(scores))
     columns = torch.arange(len(rows), device=scores.device) - (counts.cumsum(0) - counts)[rows]
     shape = (len(scores), max(int(counts.max()), 1))
-    token_ids = tokens.new_zeros(shape)
+    candidates, token_ids = scores.new_full(shape, -torch.inf), tokens.new_zeros(shape)
+    candidates[rows, columns] = values[hits, places]
     token_ids[rows, columns] = tokens
-    candidates = scores.new_full(shape, -torch.inf)
-    candidates[rows, columns] = scores[rows, tokens]
-    candidates, order = candidates.sort(dim=-1, descending=True, stable=True)
-    return token_ids.gather(1, order), candidates
+    return candidates, token_ids
+
+
+def _keep_nucleus(weights: Tensor, top_p: Tensor, totals: Tensor) -> Tensor:
+    """Zero all but the highest weights of each row that come to ``top_p`` of its total; of equal ones the first stay."""
+    if weights.device.type == "cpu":
+        # NumPy sorts several times faster than torch.
+        descending = torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
+    else:
+        descending = weights.sort(dim=-1, descending=True).values
+    before = descending.cumsum(-1, dtype=torch.float64) - descending
+    num_kept = ((before < top_p * totals) | (top_p == 1)).sum(-1, keepdim=True)
+    last = descending.gather(1, num_kept.clamp_(min=1) - 1)
+    above, equal = weights > last, weights == last
+    return weights * (above | (equal & (equal.cumsum(-1) <= num_kept - above.sum(-1, keepdim=True))))
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:

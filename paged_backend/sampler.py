@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged_backend.distribution import warp
+from paged_backend.distribution import first_argmax, take_rows, warp
 from paged_backend.errors import SamplingFailed
 from paged_backend.logits_processing import LogitsProcessing
 from paged_backend.random_stream import stream_key, uniform
@@ -18,12 +18,9 @@ from paged_backend.sampling_state import SamplingState
 
 if TYPE_CHECKING:
     from paged_backend.request import Request
-    from paged_backend.sampling_params import SamplingParams
 
 # Rows are processed in groups of about this many logits: 8 MiB in float32, which a CPU's cache holds.
 _CPU_GROUP, _GPU_GROUP = 2**21, 2**26
-# The first maximum is sought among the maxima of blocks of this many logits.
-_BLOCK = 256
 
 
 class Sampled(NamedTuple):
@@ -61,7 +58,7 @@ class Sampler:
         logprobs: list[dict[int, float] | None] = [None] * len(requests)
         others = [row for row, request in enumerate(requests) if not request.params.is_plain_greedy]
         if len(others) < len(requests):
-            tokens[:] = _first_argmax(logits).tolist()
+            tokens[:] = first_argmax(logits).tolist()
         group = max(1, (_CPU_GROUP if logits.device.type == "cpu" else _GPU_GROUP) // logits.shape[1])
         for start in range(0, len(others), group):
             self._sample_rows(logits, requests, others[start : start + group], tokens, logprobs)
@@ -83,34 +80,38 @@ class Sampler:
     ) -> None:
         """Fill in ``tokens`` and ``logprobs`` of some rows, -1 where no token can be chosen."""
         requests = [all_requests[row] for row in rows]
-        params = [request.params for request in requests]
-        scores = logits[rows].float()
+        scores = take_rows(logits, rows).to(torch.float32, copy=True)
         failures = self.processing(scores, requests)
-
-        chosen = [-1] * len(rows)
-        processed: dict[int, Tensor] = {}
-        greedy = [place for place, p in enumerate(params) if p.is_greedy]
-        if greedy:
-            for place, token in zip(greedy, _first_argmax(scores[greedy]).tolist(), strict=True):
-                chosen[place] = token
-                if _wants_processed(params[place]):
-                    processed[place] = scores[place].log_softmax(-1)
-        drawn = [place for place, p in enumerate(params) if not p.is_greedy]
-        if drawn:
-            uniforms = scores.new_tensor([self._uniform(requests[place]) for place in drawn], dtype=torch.float64)
-            for group, distribution in warp(scores[drawn], [params[place] for place in drawn]):
-                for row, token in enumerate(distribution.draw(uniforms[group]).tolist()):
-                    place = drawn[group[row]]
-                    chosen[place] = token
-                    if _wants_processed(params[place]):
-                        processed[place] = distribution.logprobs(row, scores.shape[1])
-
-        for place, (row, token) in enumerate(zip(rows, chosen, strict=True)):
-            tokens[row] = failures.get(place, token)
-            count = params[place].logprobs
-            if count is not None and place not in failures and token >= 0:
+        chosen, processed = self._choose(scores, requests)
+        for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            token = tokens[row] = failures.get(place, chosen[place])
+            count = request.params.logprobs
+            if count is not None and isinstance(token, int) and token >= 0:
                 dense = processed[place] if place in processed else logits[row].float().log_softmax(-1)
                 logprobs[row] = _top_logprobs(dense, token, count)
+
+    def _choose(self, scores: Tensor, requests: Sequence[Request]) -> tuple[list[int], dict[int, Tensor]]:
+        """Tokens from processed scores, and [V] logprobs of the rows that want those of what they were drawn from."""
+        chosen = [-1] * len(requests)
+        processed: dict[int, Tensor] = {}
+        wants_processed = [r.params.logprobs is not None and r.params.logprobs_mode == "processed" for r in requests]
+        greedy = [row for row, request in enumerate(requests) if request.params.is_greedy]
+        drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
+        if greedy:
+            for row, token in zip(greedy, first_argmax(take_rows(scores, greedy)).tolist(), strict=True):
+                chosen[row] = token
+                if wants_processed[row]:
+                    processed[row] = scores[row].log_softmax(-1)
+        if drawn:
+            uniforms = torch.tensor([self._uniform(requests[row]) for row in drawn], dtype=torch.float64)
+            for places, distribution in warp(take_rows(scores, drawn), [requests[row].params for row in drawn]):
+                picked = distribution.draw(uniforms[places].to(scores.device)).tolist()
+                for column, (place, token) in enumerate(zip(places, picked, strict=True)):
+                    row = drawn[place]
+                    chosen[row] = token
+                    if wants_processed[row]:
+                        processed[row] = distribution.logprobs(column, scores.shape[1])
+        return chosen, processed
 
     def _uniform(self, request: Request) -> float:
         state = SamplingState.of(request)
@@ -122,10 +123,6 @@ class Sampler:
         return uniform(state.stream, request.num_output_tokens)
 
 
-def _wants_processed(params: SamplingParams) -> bool:
-    return params.logprobs is not None and params.logprobs_mode == "processed"
-
-
 def _top_logprobs(logprobs: Tensor, token: int, count: int) -> dict[int, float]:
     top = {token: float(logprobs[token])}
     if count:
@@ -134,21 +131,3 @@ def _top_logprobs(logprobs: Tensor, token: int, count: int) -> dict[int, float]:
             if value > -math.inf:
                 top.setdefault(token_id, value)
     return top
-
-
-def _first_argmax(scores: Tensor) -> Tensor:
-    """Index of the first maximum of each row ([R, V] to [R] int64), -1 for a row with NaN or nothing above -inf.
-
-    In the scores' own dtype, which orders them as float32 would since every half-precision number is one of float32.
-    Plain maxima of blocks come first, because torch finds a maximum without its index many times faster.
-    """
-    vocab_size = scores.shape[1]
-    num_blocks, rest = divmod(vocab_size, _BLOCK)
-    maxima = scores[:, : vocab_size - rest].unflatten(1, (num_blocks, _BLOCK)).amax(-1)
-    if rest:
-        maxima = torch.cat([maxima, scores[:, vocab_size - rest :].amax(-1, keepdim=True)], 1)
-    block = maxima.argmax(-1, keepdim=True)
-    # Past the end the last score repeats, which moves no first maximum.
-    places = block * _BLOCK + torch.arange(_BLOCK, device=scores.device)
-    tokens = block[:, 0] * _BLOCK + scores.gather(1, places.clamp_(max=vocab_size - 1)).argmax(-1)
-    return torch.where(maxima.gather(1, block)[:, 0] > -torch.inf, tokens, -1)

@@ -21,6 +21,24 @@ MAX_N = 16384
 # Factors outside this range would turn ordinary float32 logits into infinities or zeros.
 MIN_FACTOR, MAX_FACTOR = 1e-5, 1e5
 
+_INTS = {
+    "max_tokens": (1, MAX_COUNT),
+    "min_tokens": (0, MAX_COUNT),
+    "top_k": (-1, MAX_COUNT),
+    "seed": (-(2**63), 2**64 - 1),
+    "n": (1, MAX_N),
+    "logprobs": (0, MAX_COUNT),
+}
+_OPTIONAL = ("seed", "logprobs")
+_FLOATS = {
+    "temperature": (0.0, MAX_FACTOR),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (MIN_FACTOR, MAX_FACTOR),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -80,26 +98,20 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        _check_int("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        for name, (low, high) in _INTS.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                self._replace(name, _checked_int(name, getattr(self, name), low, high))
+        for name, (least, most) in _FLOATS.items():
+            self._replace(name, _checked_float(name, getattr(self, name), least, most))
+        if 0 < self.temperature < MIN_FACTOR:
+            raise ConfigError(f"temperature must be 0 for greedy or at least {MIN_FACTOR}, got {self.temperature}")
+        if self.top_p == 0:
+            raise ConfigError("top_p must be above 0, got 0; temperature=0 is greedy")
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it")
-        if self.temperature != 0 or isinstance(self.temperature, bool):
-            _check_real("temperature", self.temperature, MIN_FACTOR, MAX_FACTOR, also="or 0 for greedy")
-        _check_real("top_p", self.top_p, 0, 1, open_low=True)
-        _check_int("top_k", self.top_k, -1, MAX_COUNT)
-        _check_real("min_p", self.min_p, 0, 1)
-        _check_real("repetition_penalty", self.repetition_penalty, MIN_FACTOR, MAX_FACTOR)
-        _check_real("presence_penalty", self.presence_penalty, -2, 2)
-        _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_int("n", self.n, 1, MAX_N)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_COUNT)
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(
                 f"logprobs_mode={self.logprobs_mode!r} is unknown; choose from {', '.join(LOGPROBS_MODES)}"
@@ -154,16 +166,16 @@ class SamplingParams:
             raise RequestRefused(f"logprobs={self.logprobs} is more than the vocabulary's {vocab_size} tokens")
 
 
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
+def _checked_int(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise ConfigError(f"{name} must be an int from {low} to {high}, got {value!r}")
+    return int(value)
 
 
-def _check_real(name: str, value: Any, low: float, high: float, open_low: bool = False, also: str = "") -> None:
-    fits = isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
-    if not fits or (open_low and value == low):
-        bounds = f"above {low} and up to {high}" if open_low else f"from {low} to {high}"
-        raise ConfigError(f"{name} must be a number {' '.join(filter(None, [bounds, also]))}, got {value!r}")
+def _checked_float(name: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
+    return float(value)
 
 
 def _as_tuple(name: str, value: Any, of: str) -> tuple[Any, ...]:
@@ -175,24 +187,18 @@ def _as_tuple(name: str, value: Any, of: str) -> tuple[Any, ...]:
 
 
 def _checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    token_ids = _as_tuple(name, value, "token ids")
-    for token in token_ids:
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) <= MAX_COUNT:
-            raise ConfigError(f"{name} must hold token ids, ints of at least 0, got {token!r}")
-    return tuple(int(token) for token in token_ids)
+    return tuple(
+        _checked_int(f"a token id of {name}", token, 0, MAX_COUNT) for token in _as_tuple(name, value, "token ids")
+    )
 
 
 def _checked_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"logit_bias must map token ids to numbers, got {value!r}")
-    _checked_token_ids("logit_bias", value.keys())
-    for token, bias in value.items():
-        usable = isinstance(bias, Real) and not isinstance(bias, bool)
-        if not usable or not (bias == -math.inf or abs(bias) <= MAX_FACTOR):
-            raise ConfigError(
-                f"logit_bias[{token}] must be a number from {-MAX_FACTOR} to {MAX_FACTOR} or -inf, got {bias!r}"
-            )
-    return {int(token): float(bias) for token, bias in value.items()}
+    return {
+        token: -math.inf if bias == -math.inf else _checked_float(f"logit_bias[{token}]", bias, -MAX_FACTOR, MAX_FACTOR)
+        for token, bias in zip(_checked_token_ids("logit_bias", value.keys()), value.values(), strict=True)
+    }
 
 
 def _checked_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_stop(params: SamplingParams, tokenizer: Any) -> None:
-    """Raise RequestRefused if ``params`` hold texts that could never be found: special tokens, or any without a tokenizer."""
+    """Raise RequestRefused if texts in ``params`` could not be found: special tokens, or any without a tokenizer."""
     for text in params.stop:
         if tokenizer is None:
             raise RequestRefused(f"stop={text!r} needs a tokenizer; give the engine one, or use stop_token_ids")
