@@ -1,0 +1,77 @@
+"""How many tokens the positions of a model allow: the end of a look-up table, or of RoPE's original regime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+def rope_limit(model: nn.Module) -> int | None:
+    """The tokens up to which RoPE that looks at the longest request of a batch keeps its original frequencies.
+
+    The two kinds are those of transformers' ``dynamic_rope_update``; None when the model has neither.
+    """
+    limits = []
+    module: Any
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                if layer_type is not None:
+                    parameters = parameters[layer_type]
+                limits.append(int(parameters["original_max_position_embeddings"]))
+            elif isinstance(kind, str) and "dynamic" in kind:
+                limits.append(int(module.original_max_seq_len))
+    return min(limits, default=None)
+
+
+class PositionTables(TorchFunctionMode):
+    """While active, notices tables that are read at ``positions``, shifted by a constant or not.
+
+    ``limit`` is then the number of positions that the shortest of them holds, or None. ``positions`` must ascend by
+    one and start above zero, so that an index over the tokens of the batch is not taken for them.
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__()
+        self.first, self.num_tokens = int(positions[0]), positions.numel()
+        self.limit: int | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for rows, index in _look_ups(func, args):
+            shift = self._shift(index)
+            if shift is not None:
+                self.limit = min(rows - shift, self.limit or rows)
+        return func(*args, **(kwargs or {}))
+
+    def _shift(self, index: torch.Tensor) -> int | None:
+        if index.dtype not in (torch.int32, torch.int64) or index.numel() < self.num_tokens:
+            return None
+        values = index.unique()
+        first, last = int(values[0]), int(values[-1])
+        shift = first - self.first
+        return shift if shift >= 0 and values.numel() == self.num_tokens == last - first + 1 else None
+
+
+def _look_ups(func: Any, args: Any) -> list[tuple[int, torch.Tensor]]:
+    """The tables that a torch call reads by index, as (number of rows, index)."""
+    if func is F.embedding:
+        return [(args[1].shape[0], args[0])]
+    if func is torch.embedding:
+        return [(args[0].shape[0], args[1])]
+    if func in (torch.gather, torch.Tensor.gather, torch.index_select, torch.Tensor.index_select) and len(args) > 2:
+        return [(args[0].shape[args[1]], args[2])]
+    if func is torch.Tensor.__getitem__:
+        table, key = args
+        keys = key if isinstance(key, tuple) else (key,)
+        return [
+            (table.shape[dim], index)
+            for dim, index in enumerate(keys[: table.dim()])
+            if isinstance(index, torch.Tensor)
+        ]
+    return []
