@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paged_backend.errors import IntegrityError
 from paged_backend.policies import CachedBlock, EvictionPolicy
@@ -137,7 +137,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         answer = self._ask("evict")
-        block = answer if self._may_evict(answer) else self._oldest_leaf()
+        block: int = answer if self._may_evict(answer) else self._oldest_leaf()
         self._uncache(block)
         node = self._nodes[block]
         assert node is not None
@@ -147,15 +147,15 @@ class BlockPool:
         return block
 
     def _may_evict(self, block: object) -> bool:
+        """Whether the policy's answer can be followed; reports it if not."""
         if not isinstance(block, int) or isinstance(block, bool) or block not in self._cached:
-            self._on_policy_error(
-                self.policy, "evict", f"returned {block!r}, which is no cached block that nobody uses"
-            )
-            return False
-        if not self._is_leaf(block):
-            self._on_policy_error(self.policy, "evict", f"returned block {block}, whose descendants are still cached")
-            return False
-        return True
+            problem = f"returned {block!r}, which is no cached block that nobody uses"
+        elif not self._is_leaf(block):
+            problem = f"returned block {block}, whose descendants are still cached"
+        else:
+            return True
+        self._on_policy_error(self.policy, "evict", problem)
+        return False
 
     def _is_leaf(self, block: int) -> bool:
         node = self._nodes[block]
@@ -170,7 +170,7 @@ class BlockPool:
     def _uncache(self, block: int) -> None:
         self._ask("remove", self._cached.pop(block))
 
-    def _ask(self, method: str, *args: object) -> object:
+    def _ask(self, method: str, *args: object) -> Any:
         try:
             return getattr(self.policy, method)(*args)
         except Exception as error:

@@ -22,6 +22,7 @@ from paged_backend.executor import Executor
 from paged_backend.intake import Prompt, as_prompts, moment, prompt_token_ids, sampling_params
 from paged_backend.kv_cache import KVCache, group_layers
 from paged_backend.load_probe import prove
+from paged_backend.memory_report import explain_memory
 from paged_backend.model_runner import ModelRunner
 from paged_backend.plugin_manager import PluginManager
 from paged_backend.policies import ModelShape
@@ -71,6 +72,7 @@ class Engine:
         self.clock = clock
         self._closed = False
         self._stepping = False
+        self._kept_model: Any = None
         self._plugins = PluginManager(plugins)
         self._policy_errors: Counter[str] = Counter()
         self._guard = PolicyGuard(
@@ -79,6 +81,7 @@ class Engine:
         self._elastic = elastic and self.config.kv_cache_memory is None
         self._model = weakref.ref(model)
         self._load(model)
+        self.scheduler = Scheduler(self.blocks, self._guard, self.config.max_num_batched_tokens)
         self.eos_token_ids = _eos_token_ids(model)
         self.sampler = Sampler(self.eos_token_ids, self.config.seed, tokenizer)
         self._requests: dict[str, list[Request]] = {}
@@ -165,6 +168,10 @@ class Engine:
             self._end(request, "abort")
         return True
 
+    def outputs(self, request_id: str) -> list[RequestOutput]:
+        """The outputs of an unfinished request, one per sample, which fill up as it runs; empty once it is over."""
+        return [request.output for request in self._requests.get(request_id, ())]
+
     def has_unfinished_requests(self) -> bool:
         """Whether a further ``step`` has something to do or to hand out."""
         return bool(self._requests or self._ended)
@@ -209,7 +216,7 @@ class Engine:
         """
         self._check_open()
         many = as_prompts(prompts)
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(many)
+        each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params] * len(many)
         if len(each) != len(many):
             raise RequestRefused(f"{len(many)} prompts came with {len(each)} sampling params; give one, or one each")
         self._refresh()
@@ -218,46 +225,38 @@ class Engine:
                 self._build(prompt, p, self.clock(), order=-1)
             except (RequestRefused, ConfigError) as error:
                 raise type(error)(f"prompt {index}: {error}") from error
-        ids: list[str] = []
         outputs: dict[str, list[RequestOutput]] = {}
+        unfinished: set[str] = set()
         pending = deque(zip(many, each, strict=True))
         bar = tqdm(total=len(many), desc="requests", unit="request", disable=not progress)
         try:
             with bar:
-                while pending or not all(output.finished for samples in outputs.values() for output in samples):
+                while pending or unfinished:
                     while pending and not self._queue_is_full():
                         prompt, p = pending.popleft()
-                        ids.append(self.add_request(prompt, p, **request_options))
-                        outputs[ids[-1]] = [request.output for request in self._requests[ids[-1]]]
+                        request_id = self.add_request(prompt, p, **request_options)
+                        outputs[request_id] = [request.output for request in self._requests[request_id]]
+                        unfinished.add(request_id)
                     for output in self.step():
-                        if output.finished and output.request_id in outputs:
-                            bar.update(1 / len(outputs[output.request_id]))
+                        if output.request_id in unfinished and all(o.finished for o in outputs[output.request_id]):
+                            unfinished.remove(output.request_id)
+                            bar.update()
         except BaseException:
-            for request_id in ids:
+            for request_id in unfinished:
                 self.abort(request_id)
             raise
-        return [output for request_id in ids for output in outputs[request_id]]
+        return [output for samples in outputs.values() for output in samples]
 
     # State
 
     def stats(self) -> EngineStats:
         """Numbers since the engine started, and the memory as it is now."""
-        groups = tuple(
-            GroupStats(
-                rule=str(group.rule),
-                num_layers=len(group.layers),
-                block_size=self.blocks.block_size,
-                num_blocks=pool.num_blocks,
-                num_owned_blocks=pool.num_owned,
-                num_cached_blocks=pool.num_cached,
-                num_free_blocks=pool.num_free,
-                num_filled_slots=pool.num_owned * self.blocks.block_size - self.blocks.num_unfilled_slots(g),
-                bytes_per_token=group.bytes_per_token,
-                num_evictions=pool.num_evictions,
-            )
-            for g, (group, pool) in enumerate(zip(self.blocks.groups, self.blocks.pools, strict=True))
-        )
-        return self._stats.snapshot(self.scheduler, groups, self.runner.kv_cache.num_bytes, dict(self._policy_errors))
+        reserved = self.runner.kv_cache.num_bytes
+        return self._stats.snapshot(self.scheduler, reserved, dict(self._policy_errors))
+
+    def explain_memory(self) -> str:
+        """Where the memory of keys and values goes, in words."""
+        return explain_memory(self.stats(), self.twin.layers, self.config)
 
     def weights_changed(self) -> None:
         """Say that the model's weights, adapters or dtype changed; cached prefixes are dropped, nothing stale is used.
@@ -320,10 +319,6 @@ class Engine:
         # One pass reads the weights once, which is what a step costs on a CPU; a GPU prefers uniform batches.
         shared = config.batching == "shared" or (config.batching == "auto" and self.twin.device.type == "cpu")
         self.executor = Executor(self.runner, self.blocks, shared=shared)
-        if hasattr(self, "scheduler"):
-            self.scheduler.blocks = self.blocks
-        else:
-            self.scheduler = Scheduler(self.blocks, self._guard, chunk)
 
     def _length_limit(self) -> int | None:
         hard, asked = self.twin.max_positions, self.config.max_model_len
@@ -383,8 +378,8 @@ class Engine:
         **options: Any,
     ) -> Request:
         """A checked request that is not queued yet."""
-        params = sampling_params(params)
         token_ids = prompt_token_ids(prompt, self.tokenizer, self.twin.vocab_size)
+        params = self._default_params(len(token_ids)) if params is None else sampling_params(params)
         params.validate_for(self.twin.vocab_size)
         check_stop(params, self.tokenizer)
         if params.n > self.config.max_num_seqs:
@@ -401,6 +396,12 @@ class Engine:
             sample.output.decode = self._decode
         samples[0].forks = tuple(samples[1:])
         return samples[0]
+
+    def _default_params(self, num_prompt_tokens: int) -> SamplingParams:
+        """Greedy, with as many tokens as are left to a short model."""
+        params = SamplingParams()
+        room = params.max_tokens if self.max_model_len is None else self.max_model_len - num_prompt_tokens
+        return SamplingParams(max_tokens=max(1, min(params.max_tokens, room)))
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
         total = num_prompt_tokens + max_tokens
@@ -539,6 +540,7 @@ class Engine:
         if model is not None:
             counts = self.runner.kv_cache.num_blocks
             self._load(model)
+            self.scheduler.blocks = self.blocks
             if self._elastic and len(counts) == len(self.blocks.groups):
                 self._resize(counts)
 

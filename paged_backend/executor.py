@@ -32,14 +32,13 @@ class Executor:
             if pairs:
                 self.runner.kv_cache.copy_blocks(g, pairs)
                 self.blocks.copies[g] = []
-        passes = [step.requests] if self.shared else [part for part in (step.decodes, step.prefills) if part]
+        passes = [step.requests] if self.shared else [step.decodes, step.prefills]
         failures: dict[Request, Exception] = {}
-        parts = [self._forward(part, failures, watch) for part in passes]
+        results = [self._forward(part, failures, watch) for part in passes if part]
         if failures:
             step.decodes = [r for r in step.decodes if r not in failures]
             step.prefills = [r for r in step.prefills if r not in failures]
-        parts = [part for part in parts if part is not None]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None, failures
+        return _joined(results), failures
 
     def _forward(
         self, requests: Sequence[Request], failures: dict[Request, Exception], watch: Stopwatch
@@ -55,9 +54,7 @@ class Executor:
         finally:
             watch.lap("forward")
         half = len(requests) // 2
-        parts = [self._forward(part, failures, watch) for part in (requests[:half], requests[half:])]
-        parts = [part for part in parts if part is not None]
-        return torch.cat(parts) if parts else None
+        return _joined([self._forward(part, failures, watch) for part in (requests[:half], requests[half:])])
 
     def _batch(self, requests: Sequence[Request]) -> Batch:
         decodes = [r for r in requests if r.is_decoding]
@@ -77,3 +74,10 @@ class Executor:
             self.blocks.block_size,
             self.runner.twin.device,
         )
+
+
+def _joined(results: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    parts = [part for part in results if part is not None]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return torch.cat(parts)

@@ -36,7 +36,7 @@ def prompt_token_ids(prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         raise RequestRefused(
-            f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+            f"token id {low if low < 0 else high} is outside the vocabulary, whose ids are 0 to {vocab_size - 1}"
         )
     return ids
 
@@ -47,10 +47,8 @@ def _as_int(token: Any) -> int:
     return int(token)
 
 
-def sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    """The params themselves, made from a mapping of their fields, or the defaults."""
-    if params is None:
-        return SamplingParams()
+def sampling_params(params: SamplingParams | Mapping[str, Any]) -> SamplingParams:
+    """The params themselves, or made from a mapping of their fields."""
     if isinstance(params, SamplingParams):
         return params
     if isinstance(params, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from paged_backend.policies import SchedulingPolicy
@@ -49,7 +49,7 @@ class PolicyGuard:
         del self._waiting[request.order]
         self._ask("remove", request)
 
-    def candidates(self, now: float) -> Iterator[Request]:
+    def candidates(self, now: float) -> Generator[Request]:
         """The policy's order as far as it is sound, then the rest of the waiting requests by arrival."""
         seen: set[int] = set()
         iterator: Any = None

@@ -16,7 +16,7 @@ class PrefixNode:
     def __init__(self, parent: PrefixNode | None, tokens: tuple[int, ...], num_groups: int) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.blocks: list[int | None] = [None] * num_groups
         self.hits = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paged_backend.block_manager import BlockManager
     from paged_backend.request import RequestOutput
     from paged_backend.scheduler import ScheduledStep, Scheduler
 
@@ -28,10 +29,11 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """One KV group's blocks now.
+    """One KV group's memory, in slots: what one token takes in the group's layers, ``bytes_per_token`` bytes.
 
-    reserved: slots of the pool. allocated: slots of the blocks that requests own. filled: allocated slots with a
-    token in them. wasted: allocated minus filled. cached: slots of unused blocks kept for reuse. free: the rest.
+    reserved: all slots of the pool. allocated: slots of the blocks that requests own. filled: allocated slots with a
+    token in them. wasted: allocated minus filled. cached: slots of unused blocks kept for reuse. The rest is free.
+    mean_*: the time-weighted mean since the engine started; peak: the highest value at the end of a step.
     """
 
     rule: str
@@ -44,6 +46,10 @@ class GroupStats:
     num_filled_slots: int
     bytes_per_token: int
     num_evictions: int
+    mean_allocated_slots: float = 0.0
+    mean_filled_slots: float = 0.0
+    mean_cached_slots: float = 0.0
+    peak_allocated_slots: int = 0
 
     @property
     def num_reserved_slots(self) -> int:
@@ -60,6 +66,10 @@ class GroupStats:
     @property
     def num_wasted_slots(self) -> int:
         return self.num_allocated_slots - self.num_filled_slots
+
+    @property
+    def mean_wasted_slots(self) -> float:
+        return self.mean_allocated_slots - self.mean_filled_slots
 
 
 @dataclass(frozen=True)
@@ -122,9 +132,7 @@ class StatsRecorder:
         self.num_generated_tokens = 0
         self.peak_running = 0
         self.peak_allocated_bytes = 0
-        self._allocated_seconds = 0.0
-        self._wasted_seconds = 0.0
-        self._last: tuple[float, int, int] | None = None
+        self._memory: list[MemoryOverTime] = []
 
     def record_step(
         self,
@@ -163,24 +171,21 @@ class StatsRecorder:
 
     def _record_memory(self, scheduler: Scheduler, now: float) -> None:
         blocks = scheduler.blocks
-        allocated = wasted = 0
+        if not self._memory:
+            self._memory = [MemoryOverTime() for _ in blocks.groups]
+        allocated_bytes = 0
         for g, (group, pool) in enumerate(zip(blocks.groups, blocks.pools, strict=True)):
-            allocated += pool.num_owned * blocks.block_size * group.bytes_per_token
-            wasted += blocks.num_unfilled_slots(g) * group.bytes_per_token
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
-        if self._last is not None:
-            then, allocated_then, wasted_then = self._last
-            self._allocated_seconds += allocated_then * (now - then)
-            self._wasted_seconds += wasted_then * (now - then)
-        self._last = (now, allocated, wasted)
+            allocated = pool.num_owned * blocks.block_size
+            filled = allocated - blocks.num_unfilled_slots(g)
+            self._memory[g].record(now, allocated, filled, pool.num_cached * blocks.block_size)
+            allocated_bytes += allocated * group.bytes_per_token
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated_bytes)
 
-    def snapshot(
-        self,
-        scheduler: Scheduler,
-        groups: tuple[GroupStats, ...],
-        reserved_bytes: int,
-        policy_errors: dict[str, int],
-    ) -> EngineStats:
+    def snapshot(self, scheduler: Scheduler, reserved_bytes: int, policy_errors: dict[str, int]) -> EngineStats:
+        """Everything so far, and the memory as it is now."""
+        groups = tuple(self._group(scheduler.blocks, g) for g in range(len(scheduler.blocks.groups)))
+        allocated = sum(group.mean_allocated_slots * group.bytes_per_token for group in groups)
+        wasted = sum(group.mean_wasted_slots * group.bytes_per_token for group in groups)
         return EngineStats(
             num_waiting=scheduler.num_waiting,
             num_running=len(scheduler.running),
@@ -195,7 +200,49 @@ class StatsRecorder:
             peak_running=self.peak_running,
             reserved_bytes=reserved_bytes,
             peak_allocated_bytes=self.peak_allocated_bytes,
-            waste=self._wasted_seconds / self._allocated_seconds if self._allocated_seconds else 0.0,
+            waste=wasted / allocated if allocated else 0.0,
             groups=groups,
             policy_errors=policy_errors,
         )
+
+    def _group(self, blocks: BlockManager, g: int) -> GroupStats:
+        group, pool, size = blocks.groups[g], blocks.pools[g], blocks.block_size
+        memory = self._memory[g] if self._memory else MemoryOverTime()
+        return GroupStats(
+            rule=str(group.rule),
+            num_layers=len(group.layers),
+            block_size=size,
+            num_blocks=pool.num_blocks,
+            num_owned_blocks=pool.num_owned,
+            num_cached_blocks=pool.num_cached,
+            num_free_blocks=pool.num_free,
+            num_filled_slots=pool.num_owned * size - blocks.num_unfilled_slots(g),
+            bytes_per_token=group.bytes_per_token,
+            num_evictions=pool.num_evictions,
+            mean_allocated_slots=memory.mean(0),
+            mean_filled_slots=memory.mean(1),
+            mean_cached_slots=memory.mean(2),
+            peak_allocated_slots=memory.peak,
+        )
+
+
+class MemoryOverTime:
+    """Time-weighted sums of allocated, filled and cached slots, each value holding until the next is recorded."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._last: tuple[float, tuple[int, int, int]] | None = None
+        self._sums = [0.0, 0.0, 0.0]
+        self._seconds = 0.0
+
+    def record(self, now: float, allocated: int, filled: int, cached: int) -> None:
+        if self._last is not None:
+            then, values = self._last
+            self._seconds += now - then
+            for i, value in enumerate(values):
+                self._sums[i] += value * (now - then)
+        self._last = (now, (allocated, filled, cached))
+        self.peak = max(self.peak, allocated)
+
+    def mean(self, index: int) -> float:
+        return self._sums[index] / self._seconds if self._seconds else 0.0

@@ -1,0 +1,490 @@
+"""Memory through the engine's door: shared prefixes, forks, freed windows, pressure, sizing, cheaper dtypes, accounts."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from oracle import assert_greedy, draw_prompts, stock_greedy, stock_greedy_many
+from tiny_models import make_tiny
+
+from paged_backend import Engine, SamplingParams
+from paged_backend.errors import ConfigError, RequestRefused
+
+NUM_TOKENS = 20
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make_tiny("llama")
+
+
+def memory_for(engine_or_model, num_tokens: int, block_size: int) -> int:
+    """Bytes of the blocks that ``num_tokens`` tokens fill."""
+    layers = Engine(engine_or_model, block_size=block_size).twin.layers
+    per_token = sum(layer.bytes_per_token() for layer in layers)
+    return -(-num_tokens // block_size) * block_size * per_token
+
+
+def assert_all_free(engine: Engine) -> None:
+    engine.blocks.check_integrity()
+    for pool in engine.blocks.pools:
+        assert pool.num_available == pool.num_blocks
+
+
+def run(engine: Engine) -> dict[str, list]:
+    outputs: dict[str, list] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+# Prefix cache
+
+
+def test_second_run_of_prompts_with_a_long_common_beginning_computes_only_the_tails(llama):
+    prefix = draw_prompts([200])[0]
+    prompts = [prefix + tail for tail in draw_prompts([9] * 32, seed=2)]
+    engine = Engine(llama, block_size=16, max_model_len=256)
+    first = engine.generate(prompts, GREEDY)
+    computed = engine.stats().num_prompt_tokens
+    second = engine.generate(prompts, GREEDY)
+    # 209 tokens: 13 full blocks are known by now, so one token of each prompt is computed.
+    assert engine.stats().num_prompt_tokens - computed == 32 * 1
+    assert all(output.metrics.num_cached_tokens == 208 for output in second)
+    assert [output.token_ids for output in second] == [output.token_ids for output in first]
+    for prompt, output in list(zip(prompts, second, strict=True))[::8]:
+        assert_greedy(llama, prompt, output.token_ids, stock_greedy(llama, prompt, NUM_TOKENS))
+
+
+def test_prompts_of_one_call_share_what_the_first_has_computed(llama):
+    prefix = draw_prompts([160])[0]
+    prompts = [prefix + tail for tail in draw_prompts([5] * 8, seed=2)]
+    engine = Engine(llama, block_size=16, max_num_batched_tokens=165)
+    engine.generate(prompts, GREEDY)
+    assert engine.stats().num_cached_tokens == 7 * 160
+
+
+def test_conversation_computes_only_its_new_turns(llama):
+    engine = Engine(llama, block_size=4, max_model_len=256)
+    history, computed = draw_prompts([20])[0], []
+    for turn in draw_prompts([7] * 6, seed=5):
+        prompt = history + turn
+        before = engine.stats().num_prompt_tokens
+        (output,) = engine.generate([prompt], GREEDY)
+        computed.append(engine.stats().num_prompt_tokens - before)
+        assert_greedy(llama, prompt, output.token_ids, stock_greedy(llama, prompt, NUM_TOKENS))
+        history = prompt + output.token_ids
+    # The last token of an answer is never fed, and at most one block is cut: turn, that token, three more.
+    assert computed[0] == 27
+    assert max(computed[1:]) <= 7 + 1 + 3
+
+
+def test_prefix_caching_can_be_switched_off(llama):
+    engine = Engine(llama, enable_prefix_caching=False)
+    prompts = [draw_prompts([40])[0]] * 2
+    engine.generate(prompts, GREEDY)
+    engine.generate(prompts, GREEDY)
+    assert engine.stats().num_cached_tokens == 0
+    assert engine.stats().groups[0].num_cached_blocks == 0
+
+
+def test_salted_requests_do_not_see_each_others_blocks(llama):
+    engine = Engine(llama)
+    prompt = draw_prompts([40])[0]
+    cached = []
+    for salt in ("a", "b", "a", None):
+        engine.add_request(prompt, GREEDY, cache_salt=salt)
+        ((output,),) = run(engine).values()
+        cached.append(output.metrics.num_cached_tokens)
+    assert cached == [0, 0, 32, 0]
+
+
+def test_stale_prefixes_are_not_hit_after_the_weights_change():
+    model = make_tiny("llama")
+    engine = Engine(model)
+    prompt = draw_prompts([40])[0]
+    engine.generate([prompt], GREEDY)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1.3)
+    (output,) = engine.generate([prompt], GREEDY)
+    assert output.metrics.num_cached_tokens == 0
+    assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "llama4", "gpt_oss"])
+def test_prefix_hits_are_right_under_windows_and_chunks(family):
+    model = make_tiny(family)
+    engine = Engine(model, block_size=4, max_num_batched_tokens=16)
+    prefix = draw_prompts([60])[0]
+    for tail in draw_prompts([3, 9, 14], seed=3):
+        prompt = prefix + tail
+        (output,) = engine.generate([prompt], GREEDY)
+        assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
+        assert_all_free(engine)
+    assert engine.stats().num_cached_tokens == 2 * 60
+
+
+# Forks
+
+
+def test_samples_of_one_prompt_share_its_blocks_and_copy_only_the_last(llama):
+    engine = Engine(llama, block_size=16)
+    prompt = draw_prompts([40])[0]
+    engine.add_request(prompt, SamplingParams(max_tokens=4, n=4, temperature=1.0, seed=1, ignore_eos=True))
+    engine.step()
+    engine.step()
+    # Two full blocks are shared by all; the third is one's own for each.
+    assert engine.stats().groups[0].num_owned_blocks == 2 + 4
+    assert engine.stats().num_prompt_tokens == 40
+    run(engine)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("memory", [None, 8])
+def test_samples_with_a_seed_are_the_same_whatever_the_memory(llama, memory):
+    params = SamplingParams(max_tokens=24, n=4, temperature=1.0, seed=7, ignore_eos=True)
+    prompt = draw_prompts([17])[0]
+    reference = Engine(llama, enable_prefix_caching=False).generate([prompt], params)
+    options = {} if memory is None else {"kv_cache_memory": memory_for(llama, memory * 8, 8), "block_size": 8}
+    engine = Engine(llama, **options)
+    others = [engine.add_request(other, GREEDY) for other in draw_prompts([12, 20])]
+    outputs = engine.generate([prompt], params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in reference]
+    assert [output.index for output in outputs] == [0, 1, 2, 3]
+    assert len({tuple(output.token_ids) for output in outputs}) == 4
+    assert (engine.stats().num_preemptions > 0) == (memory is not None)
+    run(engine)
+    assert others
+    assert_all_free(engine)
+
+
+def test_greedy_samples_all_equal_stock(llama):
+    prompt = draw_prompts([23])[0]
+    outputs = Engine(llama, block_size=4).generate(
+        [prompt], SamplingParams(max_tokens=NUM_TOKENS, n=3, ignore_eos=True)
+    )
+    expected = stock_greedy(llama, prompt, NUM_TOKENS)
+    assert [output.token_ids for output in outputs] == [expected] * 3
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_aborting_a_request_ends_all_its_samples(llama, num_steps):
+    engine = Engine(llama, max_num_batched_tokens=16)
+    request_id = engine.add_request(
+        draw_prompts([20])[0], SamplingParams(max_tokens=9, n=3, temperature=1.0, ignore_eos=True)
+    )
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort(request_id)
+    assert [output.finish_reason for output in engine.step()] == ["abort"] * 3
+    assert not engine.has_unfinished_requests()
+    assert_all_free(engine)
+
+
+def test_more_samples_than_seats_are_refused(llama):
+    with pytest.raises(RequestRefused, match="n=3 samples cannot run at once; max_num_seqs is 2"):
+        Engine(llama, max_num_seqs=2).add_request([5], SamplingParams(n=3, temperature=1.0))
+
+
+# Windows
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma2", "mistral", "llama4"])
+def test_prompt_many_windows_long_gives_stocks_tokens_in_the_memory_that_theory_says(family):
+    model = make_tiny(family, max_position_embeddings=512)
+    prompts = draw_prompts([160, 200])
+    engine = Engine(model, block_size=4, max_num_batched_tokens=16, max_model_len=256)
+    for prompt in prompts:
+        engine.add_request(prompt, GREEDY)
+    outputs, peaks = {}, [0] * len(engine.blocks.groups)
+    while engine.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in engine.step())
+        engine.blocks.check_integrity()
+        peaks = [max(peak, pool.num_owned) for peak, pool in zip(peaks, engine.blocks.pools, strict=True)]
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
+    for group, peak in zip(engine.blocks.groups, peaks, strict=True):
+        theory = sum(group.blocks_for(len(prompt) + NUM_TOKENS, 4, 16) for prompt in prompts)
+        assert peak <= theory
+        if group.rule.kind != "full":
+            assert theory < sum(-(-len(prompt) // 4) for prompt in prompts) / 4
+    assert_all_free(engine)
+
+
+# Pressure
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4"])
+@pytest.mark.parametrize("batching", ["shared", "separate"])
+def test_five_percent_of_the_memory_changes_no_token(family, batching):
+    model = make_tiny(family)
+    lengths = [random.Random(3).randrange(5, 30) for _ in range(40)]
+    prompts = draw_prompts(lengths)
+    total = sum(length + NUM_TOKENS for length in lengths)
+    memory = memory_for(model, max(total // 20, max(lengths) + NUM_TOKENS + 4), 4)
+    engine = Engine(model, block_size=4, max_num_batched_tokens=16, kv_cache_memory=memory, max_model_len=64)
+    outputs = engine.generate(prompts, GREEDY)
+    expected = stock_greedy_many(model, prompts, NUM_TOKENS)
+    for prompt, output, tokens in zip(prompts, outputs, expected, strict=True):
+        assert_greedy(model, prompt, output.token_ids, tokens)
+    stats = engine.stats()
+    assert_all_free(engine)
+    assert stats.peak_running < 40
+    if family == "llama":
+        assert stats.num_preemptions > 0
+        assert stats.num_recomputed_tokens > 0
+
+
+def test_preempted_request_keeps_its_tokens_and_hits_its_own_blocks(llama):
+    engine = Engine(llama, block_size=4)
+    prompt = draw_prompts([30])[0]
+    engine.add_request(prompt, GREEDY)
+    for _ in range(8):
+        engine.step()
+    (request,) = engine.scheduler.running
+    step = engine.scheduler.schedule(0.0)
+    engine.scheduler.preempt(request, step, 0.0)
+    tokens = list(request.output.token_ids)
+    ((output,),) = run(engine).values()
+    assert output.token_ids[: len(tokens)] == tokens
+    assert output.token_ids == stock_greedy(llama, prompt, NUM_TOKENS)
+    # 37 tokens had been computed; nine full blocks were still cached.
+    assert engine.stats().num_recomputed_tokens == 1
+    assert output.metrics.num_preemptions == 1
+
+
+def test_victim_comes_back_before_later_arrivals(llama):
+    engine = Engine(llama, block_size=4, kv_cache_memory=memory_for(llama, 64, 4), max_model_len=64)
+    order = []
+    first, second, third = (engine.add_request(prompt, GREEDY) for prompt in draw_prompts([20, 20, 20]))
+    while engine.has_unfinished_requests():
+        order += [output.request_id for output in engine.step() if output.finished]
+    assert engine.stats().num_preemptions > 0
+    assert order == [first, second, third]
+
+
+def test_request_larger_than_all_others_together_finishes_among_them(llama):
+    engine = Engine(llama, block_size=4, kv_cache_memory=memory_for(llama, 200, 4), max_model_len=200)
+    prompts = [*draw_prompts([9] * 6), *draw_prompts([170], seed=2), *draw_prompts([9] * 6, seed=3)]
+    outputs = engine.generate(prompts, GREEDY)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(llama, prompt, output.token_ids, stock_greedy(llama, prompt, NUM_TOKENS))
+
+
+def test_progress_is_made_however_small_the_memory(llama):
+    engine = Engine(llama, block_size=4, kv_cache_memory=memory_for(llama, 52, 4), max_model_len=52)
+    for prompt in draw_prompts([30] * 12):
+        engine.add_request(prompt, GREEDY)
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+    # One after the other would take 12 * (20 decodes + a prefill).
+    assert steps <= 12 * 21
+
+
+# Sizing
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("2 parsecs", "is not a size"),
+        (0, "is not usable"),
+        (-1, "is not usable"),
+        (float("nan"), "is not usable"),
+        (1.5, "is not a fraction"),
+        (True, "is not usable"),
+        (0.5, "share of a GPU's free memory, but the model is on cpu"),
+        (100, "does not hold one block"),
+    ],
+)
+def test_unusable_budget_is_refused_with_the_reason(llama, value, message):
+    with pytest.raises(ConfigError, match=message):
+        Engine(llama, kv_cache_memory=value)
+
+
+def test_budget_is_kept_over_all_groups():
+    engine = Engine(make_tiny("gemma2"), kv_cache_memory="1MiB")
+    assert 0.9 * 2**20 < engine.stats().reserved_bytes <= 2**20
+
+
+def test_elastic_engine_grows_for_what_comes_and_keeps_its_cache(llama):
+    engine = Engine(llama, elastic=True, block_size=4)
+    short, long = draw_prompts([40, 150])
+    engine.generate([short], GREEDY)
+    small = engine.stats().reserved_bytes
+    engine.fit([len(short) + NUM_TOKENS, len(long) + NUM_TOKENS])
+    assert engine.stats().reserved_bytes > 3 * small
+    (output,) = engine.generate([long], GREEDY)
+    assert output.token_ids == stock_greedy(llama, long, NUM_TOKENS)
+    (output,) = engine.generate([short], GREEDY)
+    assert output.metrics.num_cached_tokens == 36
+    assert output.token_ids == stock_greedy(llama, short, NUM_TOKENS)
+    assert_all_free(engine)
+
+
+def test_elastic_engine_grows_while_others_run(llama):
+    engine = Engine(llama, elastic=True, block_size=4)
+    short, long = draw_prompts([20, 150])
+    first = engine.add_request(short, GREEDY)
+    for _ in range(5):
+        engine.step()
+    second = engine.add_request(long, GREEDY)
+    outputs = run(engine)
+    assert outputs[first][0].token_ids == stock_greedy(llama, short, NUM_TOKENS)
+    assert outputs[second][0].token_ids == stock_greedy(llama, long, NUM_TOKENS)
+
+
+def test_elastic_engine_gives_back_what_a_small_call_does_not_need(llama):
+    engine = Engine(llama, elastic=True, block_size=4)
+    engine.fit([200] * 40)
+    large = engine.stats().reserved_bytes
+    engine.fit([30])
+    assert engine.stats().reserved_bytes < large / 10
+    assert engine.generate([[5] * 9], GREEDY)[0].token_ids == stock_greedy(llama, [5] * 9, NUM_TOKENS)
+
+
+def test_two_engines_in_one_process_do_not_disturb_each_other(llama):
+    other = make_tiny("gpt2")
+    engines = [Engine(llama), Engine(other), Engine(llama, block_size=7)]
+    prompts = draw_prompts([20, 31])
+    for engine in engines:
+        for prompt in prompts:
+            engine.add_request(prompt, GREEDY)
+    outputs = [{} for _ in engines]
+    while any(engine.has_unfinished_requests() for engine in engines):
+        for engine, found in zip(engines, outputs, strict=True):
+            found.update((output.request_id, output.token_ids) for output in engine.step())
+    for model, found in zip((llama, other, llama), outputs, strict=True):
+        assert list(found.values()) == [stock_greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+# Cheaper dtypes
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "bytes_per_token", "tolerance"),
+    [
+        ("float32", 768, 1e-5),
+        ("float16", 384, 2e-3),
+        ("bfloat16", 384, 2e-2),
+        ("int8", 192 + 48, 3e-2),
+        ("fp8", 192 + 48, 2e-1),
+    ],
+)
+def test_cheaper_cache_costs_fewer_bytes_and_a_bounded_error(llama, kv_dtype, bytes_per_token, tolerance):
+    engine = Engine(llama, kv_dtype=kv_dtype)
+    assert engine.stats().groups[0].bytes_per_token == bytes_per_token
+    prompt = draw_prompts([60])[0]
+    logits = []
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch: logits.append(forward(batch)) or logits[-1]
+    (output,) = engine.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))
+    with torch.no_grad():
+        exact = llama(torch.tensor([prompt + output.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+    got = torch.cat(logits)
+    error = (got - exact).norm() / (exact - exact.mean(-1, keepdim=True)).norm()
+    assert error < tolerance
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_cache_gives_the_same_tokens_under_chunks_hits_and_preemption(llama, kv_dtype):
+    prompts = draw_prompts([30, 25, 33, 28])
+    reference = [output.token_ids for output in Engine(llama, kv_dtype=kv_dtype).generate(prompts, GREEDY)]
+    tight = Engine(
+        llama,
+        kv_dtype=kv_dtype,
+        block_size=4,
+        max_num_batched_tokens=16,
+        kv_cache_memory=80 * 240,
+        max_model_len=64,
+    )
+    for _ in range(2):
+        assert [output.token_ids for output in tight.generate(prompts, GREEDY)] == reference
+    assert tight.stats().num_preemptions > 0
+    assert tight.stats().num_cached_tokens > 0
+
+
+# Accounts
+
+
+def test_waste_and_reservation_stay_small_on_mixed_lengths(llama):
+    model = make_tiny("llama", max_position_embeddings=1100)
+    rng = random.Random(0)
+    totals = [rng.randint(64, 1024) for _ in range(32)]
+    prompts = draw_prompts([total // 2 for total in totals])
+    params = [SamplingParams(max_tokens=total - total // 2, ignore_eos=True) for total in totals]
+    ticks = iter(range(10**9))
+    engine = Engine(model, block_size=16, elastic=True, clock=lambda: float(next(ticks)), enable_prefix_caching=False)
+    # Only the books matter here, and they do not depend on what the tokens are.
+    engine.runner.forward = lambda batch: torch.zeros(batch.logits_rows.numel(), engine.twin.vocab_size)
+    engine.generate(prompts, params)
+    stats = engine.stats()
+    per_token = stats.groups[0].bytes_per_token
+    assert 0 < stats.waste < 0.04
+    # Preallocation reserves every request the longest length; so does a padded batch, by its end.
+    assert stats.peak_allocated_bytes <= 0.6 * 32 * max(totals) * per_token
+
+
+def test_accounts_add_up_at_every_step(llama):
+    engine = Engine(llama, block_size=4, max_num_batched_tokens=16)
+    for prompt in draw_prompts([5, 23, 40]):
+        engine.add_request(prompt, GREEDY)
+    engine.add_request([7] * 9, SamplingParams(max_tokens=9, n=3, temperature=1.0, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+        (group,) = engine.stats().groups
+        assert group.num_owned_blocks + group.num_cached_blocks + group.num_free_blocks == group.num_blocks
+        computed = sum(request.num_computed_tokens for request in engine.scheduler.running)
+        # Forks share the two full blocks of their prompt, so filled slots may be fewer than computed tokens.
+        assert computed - 2 * 8 - 2 <= group.num_filled_slots <= computed
+        assert 0 <= group.num_wasted_slots <= 4 * len(engine.scheduler.running)
+
+
+def test_memory_is_explained_in_words(llama):
+    engine = Engine(llama, block_size=4, kv_cache_memory=memory_for(llama, 64, 4), max_model_len=64)
+    assert "Nothing has run yet" in engine.explain_memory()
+    engine.generate(draw_prompts([20, 20, 20]), GREEDY)
+    text = engine.explain_memory()
+    assert "3 attention layers keep keys and values in float32: 768 B a token." in text
+    assert "16 blocks of 4 tokens, 48.0 KiB" in text
+    assert "Memory ran out" in text
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_random_arrivals_aborts_and_forks_in_a_tiny_cache_leave_every_block_free(family):
+    rng = random.Random(11)
+    model = make_tiny(family)
+    engine = Engine(
+        model,
+        block_size=4,
+        max_num_batched_tokens=16,
+        max_num_seqs=6,
+        kv_cache_memory=memory_for(model, 96, 4),
+        max_model_len=48,
+    )
+    threads = threading.active_count()
+    live, finished = [], 0
+    for _ in range(400):
+        if rng.random() < 0.4:
+            prompt = [rng.randrange(3, 6) for _ in range(rng.randint(1, 30))]
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 1, 3]), temperature=1.0, seed=rng.randrange(99)
+            )
+            live.append(engine.add_request(prompt, params, cache_salt=rng.choice([None, "a"])))
+        if live and rng.random() < 0.15:
+            engine.abort(live.pop(rng.randrange(len(live))))
+        finished += sum(output.finished for output in engine.step())
+        engine.blocks.check_integrity()
+    finished += sum(map(len, run(engine).values()))
+    assert finished > 150
+    assert engine.stats().num_preemptions > 0
+    assert_all_free(engine)
+    assert threading.active_count() == threads
