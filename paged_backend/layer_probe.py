@@ -120,8 +120,11 @@ def _recorded_attention(
     if position_bias is not None:
         raise Unprovable(f"{type(module).__name__} adds a position bias to the attention scores")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    recording = _recording.get(None)
+    if recording is None:
+        raise RuntimeError(f"attn_implementation={PROBE_NAME!r} computes nothing; it is for the probe of paged_backend")
     call = _Call(module, query, key, value, attention_mask, sliding_window, causal is not False)
-    _recording.get().calls.append(call)
+    recording.calls.append(call)
     batch, num_heads, num_tokens, _ = query.shape
     return value.new_zeros(batch, num_tokens, num_heads, value.shape[-1]), None
 
@@ -201,16 +204,17 @@ def read_mask_rule(mask_function: Callable[..., torch.Tensor]) -> MaskRule:
     first = int(visible(query, torch.arange(_FAR + 1)).int().argmax())
     # Both a window and a chunk are as long as the row of queries that see the first key visible from afar.
     size = int(visible(torch.arange(first, first + _FAR + 1), torch.tensor(first)).sum())
-    candidates = [FULL] if size > _FAR else [MaskRule("window", size), MaskRule("chunk", size)]
-    near = {0, 1, 2, 3, 5, 8, 13, _FAR - 1, _FAR, _FAR + 1}
+    candidates, edges = [FULL], {_FAR}
     if size <= _FAR:
-        edges = {size * times for times in (1, 2, 3, _FAR // max(1, size))}
-        near |= {point for edge in edges for point in range(max(0, edge - 2), edge + 3)}
-    points = torch.tensor(sorted(near))
-    seen = visible(points[:, None], points[None, :])
+        # No query sees nothing, not even itself.
+        candidates = [MaskRule("window", size), MaskRule("chunk", size)] if size else []
+        edges |= {size * times for times in (1, 2, 3, _FAR // max(1, size))}
+    points = sorted({*range(48), *(max(0, edge + offset) for edge in edges for offset in range(-3, 4))})
+    grid = torch.tensor(points)
+    seen = visible(grid[:, None], grid)
     for rule in candidates:
-        expected = torch.tensor([[rule.first_visible(i) <= j <= i for j in points.tolist()] for i in points.tolist()])
-        if torch.equal(seen, expected):
+        starts = torch.tensor([rule.first_visible(point) for point in points])
+        if torch.equal(seen, (starts[:, None] <= grid) & (grid <= grid[:, None])):
             return rule
     raise Unprovable("its mask is neither causal, a causal window nor a causal chunk")
 

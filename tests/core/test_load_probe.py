@@ -209,7 +209,7 @@ def test_positions_too_few_for_a_proof_are_refused(tiny_model: TinyModel) -> Non
 
 def test_an_error_in_the_proof_is_a_refusal_that_names_it(tiny_model: TinyModel) -> None:
     model = tiny_model("llama")
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM .* ValueError.*no backend 'abacus'"):
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* ValueError.*no backend 'abacus'"):
         prove(model, Twin(model), backend="abacus")
 
 

@@ -239,12 +239,12 @@ def test_a_model_that_blocks_cannot_serve_is_refused_by_name(
 
 def test_an_encoder_decoder_is_refused() -> None:
     model = small("bart", AutoModelForSeq2SeqLM, d_model=32, encoder_layers=1, decoder_layers=1)
-    with pytest.raises(UnsupportedModel, match="BartForConditionalGeneration .* encoder-decoder"):
+    with pytest.raises(UnsupportedModel, match=r"BartForConditionalGeneration .* encoder-decoder"):
         Twin(model)
 
 
 def test_a_model_without_a_head_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="LlamaModel .* no language-model head"):
+    with pytest.raises(UnsupportedModel, match=r"LlamaModel .* no language-model head"):
         Twin(small("llama", AutoModel, **SHAPE))
 
 
@@ -287,7 +287,7 @@ def test_fully_sharded_modules_are_refused(tiny_model: TinyModel) -> None:
 def test_a_forward_that_fails_is_a_refusal_with_its_error(tiny_model: TinyModel) -> None:
     model = tiny_model("llama")
     model.model.norm.weight = torch.nn.Parameter(torch.ones(7))
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM .* RuntimeError"):
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* RuntimeError"):
         Twin(model)
 
 
