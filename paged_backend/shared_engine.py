@@ -169,10 +169,11 @@ class _Submission:
         return added and all(output.finished for output in self.outputs)
 
     def lengths(self) -> list[int]:
-        """The most tokens that each request, prompt and output, can come to; the engine itself measures texts."""
+        """The most tokens, prompt and output, of every sample; the engine itself measures texts and default params."""
         lengths = []
         for request in self.requests:
-            params, prompt = sampling_params(request.get("params")), request["prompt"]
-            if not isinstance(prompt, str):
+            prompt, params = request["prompt"], request.get("params")
+            if params is not None and not isinstance(prompt, str):
+                params = sampling_params(params)
                 lengths += [len(prompt) + params.max_tokens] * params.n
         return lengths

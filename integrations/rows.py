@@ -1,0 +1,105 @@
+"""Rows: the prompts of a padded batch, and what stock ``generate`` would show of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_backend.integrations.generate_call import refuse
+
+# Arguments of a forward pass that change nothing about the next token, whatever their value.
+_INERT_INPUTS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "logits_to_keep",
+        "num_logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
+    }
+)
+_CACHES = ("cache", "past_key_values", "cache_params")
+
+
+class Row:
+    """One row of a batch: ``padding`` ([P] int64) and behind it the prompt, a list of token ids."""
+
+    def __init__(self, index: int, padding: Tensor, prompt: list[int]) -> None:
+        self.index = index
+        self.padding = padding
+        self.prompt = prompt
+
+    def input_ids(self, token_ids: Tensor) -> Tensor:
+        """What stock would show of the row when it has come to ``token_ids`` ([1, T]): [1, P + T]."""
+        token_ids = token_ids.to(self.padding.device)
+        return torch.cat([self.padding[None], token_ids], dim=1) if len(self.padding) else token_ids
+
+
+def split_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Row]:
+    """The rows of ``input_ids`` ([B, L]), without the padding on their left that the mask ([B, L] or None) tells.
+
+    Raises UnsupportedCall for a mask that hides anything else.
+    """
+    if input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise refuse(f"{input_ids.dtype} input_ids of shape {tuple(input_ids.shape)}", "give [rows, tokens] integers")
+    num_rows, length = input_ids.shape
+    tokens = input_ids.tolist()
+    if attention_mask is None:
+        lengths = [length] * num_rows
+    else:
+        if attention_mask.shape != input_ids.shape:
+            raise refuse(
+                f"an attention_mask of shape {tuple(attention_mask.shape)} for input_ids of {tuple(input_ids.shape)}",
+                "give both the same shape",
+            )
+        lengths = [_prompt_length(row, mask) for row, mask in enumerate((attention_mask != 0).tolist())]
+    return [
+        Row(row, input_ids[row, : length - kept].long(), tokens[row][length - kept :])
+        for row, kept in enumerate(lengths)
+    ]
+
+
+def _prompt_length(row: int, mask: list[bool]) -> int:
+    kept = sum(mask)
+    if kept and all(mask[-kept:]):
+        return kept
+    if not kept:
+        raise refuse(f"row {row}, which the attention_mask hides as a whole,", "give it at least one token")
+    hole = "padding on the right" if not mask[-1] else "an attention_mask with holes"
+    advice = "pad on the left (tokenizer.padding_side = 'left')"
+    raise refuse(
+        f"{hole} (row {row})",
+        f"{advice}; without an attention_mask in the call, stock takes every pad_token_id of the prompt for padding",
+    )
+
+
+def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse whatever the model would be fed besides the rows' tokens at their own positions.
+
+    The model's own ``prepare_inputs_for_generation`` tells, as it would for stock.
+    """
+    inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+    for name, value in inputs.items():
+        if value is None or name in _INERT_INPUTS or (value is False and name not in ("input_ids", "position_ids")):
+            continue
+        if name in _CACHES:
+            if value.get_seq_length():
+                raise refuse(f"{name} with {value.get_seq_length()} tokens in it")
+        elif name == "position_ids":
+            _check_positions(value, rows, input_ids)
+        elif name != "input_ids":
+            raise refuse(f"the model input {name}")
+        elif not torch.equal(value, input_ids.to(value.device)):
+            raise refuse(f"what {type(model).__name__} makes of input_ids")
+
+
+def _check_positions(position_ids: Tensor, rows: list[Row], input_ids: Tensor) -> None:
+    padding = torch.tensor([len(row.padding) for row in rows], device=position_ids.device)
+    expected = torch.arange(input_ids.shape[1], device=position_ids.device) - padding[:, None]
+    if not bool(((position_ids == expected) | (expected < 0)).all()):
+        raise refuse("position_ids other than 0, 1, 2, ... from each row's first token on")

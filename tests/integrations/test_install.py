@@ -1,0 +1,249 @@
+"""install, uninstall and release: what they patch, undo and free."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from stock_equality import assert_equals_stock, left_padded
+from tiny_models import make_tiny
+from transformers import AutoModelForCausalLM, GenerationMixin
+
+import paged_backend
+from paged_backend.errors import ConfigError
+from paged_backend.integrations import model_engines
+
+INPUTS = left_padded([5, 9])
+SHORT = {"max_new_tokens": 6}
+
+
+def patched_functions():
+    return vars(GenerationMixin)["generate"], vars(GenerationMixin)["_sample"]
+
+
+@pytest.fixture
+def llama():
+    return make_tiny("llama")
+
+
+def paged(model, **options):
+    return model.generate(**INPUTS, **SHORT, cache_impl="paged", **options)
+
+
+def engines_of(model):
+    known = model_engines._by_model.get(model)
+    return [] if known is None else [engine for _, _, engine in known.engines]
+
+
+def test_importing_the_package_patches_nothing():
+    code = (
+        "import paged_backend, transformers; before = transformers.GenerationMixin.generate;"
+        "import paged_backend.integrations.huggingface; assert transformers.GenerationMixin.generate is before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_installing_twice_is_installing_once():
+    once = patched_functions()
+    paged_backend.install()
+    assert patched_functions() == once
+    paged_backend.uninstall()
+    assert patched_functions() != once
+
+
+def test_uninstall_restores_the_very_functions_and_can_be_repeated():
+    installed = patched_functions()
+    paged_backend.uninstall()
+    stock = patched_functions()
+    assert stock == tuple(function.__wrapped__ for function in installed)
+    paged_backend.uninstall()
+    paged_backend.install()
+    paged_backend.uninstall()
+    assert patched_functions() == stock
+
+
+def test_the_patches_keep_the_signatures(llama):
+    generate, sample = patched_functions()
+    paged_backend.uninstall()
+    stock_generate, stock_sample = patched_functions()
+    from inspect import signature
+
+    assert signature(generate) == signature(stock_generate)
+    assert signature(sample) == signature(stock_sample)
+    assert generate.__doc__ == stock_generate.__doc__
+
+
+def test_a_patch_on_top_of_ours_stays_and_ours_lets_calls_through(llama):
+    ours = patched_functions()[0]
+    calls = []
+
+    @functools.wraps(ours)
+    def theirs(model, *args, **kwargs):
+        calls.append(sorted(kwargs))
+        return ours(model, *args, **kwargs)
+
+    stock_generate = ours.__wrapped__
+    GenerationMixin.generate = theirs
+    try:
+        assert paged(llama).shape == (2, 15)
+        with pytest.warns(RuntimeWarning, match="patched again"):
+            paged_backend.uninstall()
+        assert patched_functions()[0] is theirs
+        assert patched_functions()[1] is not ours
+        # Without us, cache_impl is an unknown argument again.
+        with pytest.raises(ValueError, match="cache_impl"):
+            paged(llama)
+        assert len(calls) == 2
+    finally:
+        GenerationMixin.generate = stock_generate
+
+
+def test_install_on_top_of_a_patch_that_hides_ours_serves_calls_once(llama):
+    ours = patched_functions()[0]
+    stock_generate = ours.__wrapped__
+
+    def theirs(model, *args, **kwargs):
+        return ours(model, *args, **kwargs)
+
+    GenerationMixin.generate = theirs
+    try:
+        paged_backend.install()
+        assert patched_functions()[0] is not theirs
+        llama.generation_config.cache_impl = "paged"
+        by_default = llama.generate(**INPUTS, **SHORT)
+        assert torch.equal(by_default, paged(llama))
+        paged_backend.uninstall()
+        assert patched_functions()[0] is theirs
+    finally:
+        GenerationMixin.generate = stock_generate
+        GenerationMixin._sample = vars(GenerationMixin)["_sample"].__wrapped__
+
+
+def test_a_call_without_cache_impl_runs_stock_code(llama, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("the paged engine was asked")
+
+    monkeypatch.setattr("paged_backend.integrations.huggingface.decode", never)
+    llama.generate(**INPUTS, **SHORT)
+    llama.generate(**INPUTS, **SHORT, cache_impl=None)
+    llama.generate(**INPUTS, **SHORT, num_beams=2)
+    with pytest.raises(AssertionError, match="was asked"):
+        paged(llama)
+
+
+def test_stock_is_the_same_before_during_and_after(llama):
+    paged_backend.uninstall()
+    torch.manual_seed(3)
+    before = llama.generate(**INPUTS, **SHORT, do_sample=True)
+    paged_backend.install()
+    paged(llama)
+    torch.manual_seed(3)
+    during = llama.generate(**INPUTS, **SHORT, do_sample=True)
+    paged_backend.uninstall()
+    torch.manual_seed(3)
+    after = llama.generate(**INPUTS, **SHORT, do_sample=True)
+    assert torch.equal(before, during)
+    assert torch.equal(before, after)
+
+
+def test_the_model_is_left_as_it_was(llama):
+    attributes = {name: set(vars(module)) for name, module in llama.named_modules()}
+    config, generation_config = llama.config.to_dict(), llama.generation_config.to_dict()
+    implementation = llama.config._attn_implementation
+    buffers = {name: buffer.clone() for name, buffer in llama.named_buffers()}
+    paged(llama)
+    assert {name: set(vars(module)) for name, module in llama.named_modules()} == attributes
+    assert llama.config.to_dict() == config
+    assert llama.generation_config.to_dict() == generation_config
+    assert llama.config._attn_implementation == implementation
+    for name, buffer in llama.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+
+
+def test_pickle_deepcopy_and_save_pretrained_work_after_use(llama, tmp_path):
+    expected = paged(llama)
+    assert torch.equal(paged(copy.deepcopy(llama)), expected)
+    assert torch.equal(paged(pickle.loads(pickle.dumps(llama))), expected)
+    file = io.BytesIO()
+    torch.save(llama, file)
+    file.seek(0)
+    assert torch.equal(paged(torch.load(file, weights_only=False)), expected)
+    llama.save_pretrained(tmp_path)
+    assert torch.equal(paged(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
+
+
+def test_the_engine_is_kept_between_calls_for_each_model_and_configuration(llama):
+    paged(llama)
+    paged(llama, paged_config={})
+    paged(llama, paged_config=paged_backend.EngineConfig())
+    assert len(engines_of(llama)) == 1
+    paged(llama, paged_config={"block_size": 7, "scheduler_options": {}})
+    paged(llama, paged_config={"scheduler_options": {}, "block_size": 7})
+    assert len(engines_of(llama)) == 2
+    assert engines_of(make_tiny("llama")) == []
+
+
+def test_a_dead_model_takes_its_engine_and_cache_along():
+    model = make_tiny("llama")
+    paged(model)
+    (engine,) = engines_of(model)
+    gone = [weakref.ref(model), weakref.ref(engine), weakref.ref(engine.engine.runner.kv_cache)]
+    num_models = len(model_engines._by_model)
+    del model, engine
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+    assert len(model_engines._by_model) < num_models
+
+
+def test_release_closes_the_engines_and_the_next_call_makes_new_ones(llama):
+    expected = paged(llama)
+    (engine,) = engines_of(llama)
+    paged_backend.release(llama)
+    assert engine.engine.is_closed
+    assert engines_of(llama) == []
+    assert torch.equal(paged(llama), expected)
+    paged_backend.release(make_tiny("gpt2"))
+
+
+def test_plugins_of_paged_config_hear_of_the_steps(llama):
+    class Observer:
+        steps = 0
+
+        @paged_backend.hookimpl
+        def step_finished(self, stats):
+            self.steps += 1
+
+    observer = Observer()
+    paged(llama, paged_config={"plugins": [observer]})
+    assert observer.steps == 6
+    paged(llama, paged_config={"plugins": [observer]})
+    assert observer.steps == 12
+    paged(llama)
+    assert observer.steps == 12
+    with pytest.raises(ConfigError, match="plugins"):
+        paged(llama, paged_config={"plugins": observer})
+
+
+def test_an_unknown_engine_option_is_named(llama):
+    with pytest.raises(ConfigError, match="blocksize"):
+        paged(llama, paged_config={"blocksize": 7})
+    with pytest.raises(ConfigError, match="paged_config"):
+        paged(llama, paged_config=["block_size", 7])
+
+
+def test_generation_goes_on_in_a_fresh_install_with_the_kept_engine(llama):
+    expected = paged(llama)
+    (engine,) = engines_of(llama)
+    paged_backend.uninstall()
+    paged_backend.install()
+    assert torch.equal(paged(llama), expected)
+    assert engines_of(llama) == [engine]
+    assert_equals_stock(llama, INPUTS, **SHORT)
