@@ -344,7 +344,7 @@ def test_prompt_and_output_beyond_the_positions_are_refused_with_the_numbers(lla
 
 def test_request_that_can_never_fit_the_cache_is_refused_with_the_numbers(llama):
     engine = Engine(llama, kv_cache_memory=16 * 4 * 768)
-    with pytest.raises(ContextOverflow, match="need 6 blocks of 16 tokens .* which has 4"):
+    with pytest.raises(ContextOverflow, match=r"need 6 blocks of 16 tokens .* which has 4"):
         engine.add_request([5] * 70, GREEDY)
     assert engine.generate([[5] * 30], GREEDY)[0].finish_reason == "length"
 
@@ -391,7 +391,7 @@ def test_unknown_policy_lists_the_known_ones(llama, field):
 
 
 def test_unknown_option_lists_the_known_ones(llama):
-    with pytest.raises(ConfigError, match="unknown engine option 'block_sise'; choose from .*block_size"):
+    with pytest.raises(ConfigError, match=r"unknown engine option 'block_sise'; choose from .*block_size"):
         Engine(llama, block_sise=16)
 
 

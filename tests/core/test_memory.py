@@ -1,4 +1,4 @@
-"""Memory through the engine's door: shared prefixes, forks, freed windows, pressure, sizing, cheaper dtypes, accounts."""
+"""Memory through the engine's door: prefixes, forks, windows, pressure, sizing, cheaper dtypes, accounts."""
 
 from __future__ import annotations
 
