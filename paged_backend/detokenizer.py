@@ -10,8 +10,8 @@ from typing import Any
 _REPLACEMENT = "\ufffd"
 # The window is cut back to the first number of tokens once it holds the second.
 _KEPT_TOKENS, _MAX_TOKENS = 8, 16
-# What PreTrainedTokenizerBase.clean_up_tokenization takes a space out of.
-_CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+# What PreTrainedTokenizerBase.clean_up_tokenization takes spaces out of; " n ' t" in two rounds.
+_CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " n ' t", " 'm", " 's", " 've", " 're")
 
 
 class IncrementalDetokenizer:
@@ -27,9 +27,7 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Any, hold_back: Iterable[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._lock = tokenizer_lock(tokenizer)
-        # Single bytes of characters that the vocabulary lacks, in the tokenizers that spell them so.
-        byte_ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
-        self._byte_ids = set(byte_ids) - {None, tokenizer.unk_token_id}
+        self._byte_ids = _byte_ids(tokenizer)
         self._special_ids = set(tokenizer.all_special_ids)
         self._held_back = tuple(hold_back)
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
@@ -83,13 +81,23 @@ class IncrementalDetokenizer:
 
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_lock = threading.Lock()
+_known_byte_ids: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+_registry_lock = threading.Lock()
 
 
 def tokenizer_lock(tokenizer: Any) -> threading.RLock:
     """The one lock of this tokenizer, to hold while using it: fast ones raise "Already borrowed" where threads meet."""
-    with _locks_lock:
+    with _registry_lock:
         return _locks.setdefault(tokenizer, threading.RLock())
+
+
+def _byte_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens for single bytes of characters that the vocabulary lacks, in the tokenizers that spell them ``<0xE4>``."""
+    with _registry_lock:
+        if tokenizer not in _known_byte_ids:
+            token_ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+            _known_byte_ids[tokenizer] = frozenset(token_ids) - {None, tokenizer.unk_token_id}
+        return _known_byte_ids[tokenizer]
 
 
 def _open_suffix(text: str, patterns: Sequence[str]) -> int:

@@ -126,7 +126,8 @@ def _truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Distribution:
         log_normalizer = best - probs.amax(-1, keepdim=True).log()
         floor = floor.maximum(_nucleus_floor(probs, top_p).log() + log_normalizer - _SLACK)
     if counted:
-        # Everything top_k keeps, since what follows is relative to it: k scores reach the k-th highest maximum of a block.
+        # Everything top_k keeps, since what follows is relative to it. The k-th highest maximum of a block is no higher
+        # than the k-th highest score.
         heads = maxima if most <= maxima.shape[1] else scores
         floor[counted] = take_rows(heads, counted).topk(most).values.gather(1, top_k - 1)
     candidates, token_ids = _candidates(scores, maxima, floor.clamp(min=torch.finfo(scores.dtype).min))
@@ -177,7 +178,7 @@ def _candidates(scores: Tensor, maxima: Tensor, floor: Tensor) -> tuple[Tensor, 
 
 
 def _keep_nucleus(weights: Tensor, top_p: Tensor, totals: Tensor) -> Tensor:
-    """Zero all but the highest weights of each row that come to ``top_p`` of its total; of equal ones the first stay."""
+    """Zero all but the highest weights of each row that come to ``top_p`` of its total; of equals the first stay."""
     if weights.device.type == "cpu":
         # NumPy sorts several times faster than torch.
         descending = torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from paged_backend.request import FinishReason, Request
     from paged_backend.sampling_params import SamplingParams
 
+_REPLACEMENT = "\ufffd"
+
 
 def check_stop(params: SamplingParams, tokenizer: Any) -> None:
     """Raise RequestRefused if texts in ``params`` could not be found: special tokens, or any without a tokenizer."""
@@ -109,10 +111,13 @@ class StopStrings:
         return min(((start, start + len(stop)) for start, stop in starts if start >= 0), default=None)
 
     def _cut_window(self, token_ids: Sequence[int]) -> None:
-        start = len(token_ids) - self._kept_tokens
-        # The first token is there because a text's beginning may lose a space.
-        if len(self._decode(token_ids[start + 1 :])) >= self._longest:
-            self._start, self._text = start, self._decode(token_ids[start:])
-            self._max_tokens = 2 * self._kept_tokens
-        else:
-            self._max_tokens = 2 * (len(token_ids) - self._start)
+        # A window that begins within a character may garble others too, hence the four places.
+        for start in range(len(token_ids) - self._kept_tokens, len(token_ids) - self._kept_tokens - 4, -1):
+            text = self._decode(token_ids[start:])
+            # Long enough that whatever begins before it was complete, and so found, by now. Replacements do not count,
+            # for several may yet become one character.
+            is_long = len(text) - text.count(_REPLACEMENT) >= self._longest
+            if is_long and not text.startswith(_REPLACEMENT) and self._text.endswith(text):
+                self._start, self._text, self._max_tokens = start, text, 2 * self._kept_tokens
+                return
+        self._max_tokens = 2 * (len(token_ids) - self._start)
