@@ -123,7 +123,8 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor]
-    return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
+    inner = [getattr(tensor, name) for name in flatten()[0]]
+    return [part for value in inner if isinstance(value, torch.Tensor) for part in _parts(value)]
 
 
 def _offloaded(module: nn.Module, hook: Any) -> dict[str, torch.Tensor]:

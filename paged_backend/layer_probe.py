@@ -180,40 +180,42 @@ def _call_rule(name: str, call: _Call, recording: _Recording, rules: dict[int, M
         raise Unprovable(f"{name} attends with a mask of its own making")
     if tag not in rules:
         try:
-            rules[tag] = read_mask_rule(recording.mask_functions[tag])
+            rules[tag] = read_mask_rule(recording.mask_functions[tag], recording.positions.device)
         except Unprovable as reason:
             raise Unprovable(f"{name}: {reason}") from None
     return rules[tag]
 
 
-def read_mask_rule(mask_function: Callable[..., torch.Tensor]) -> MaskRule:
+def read_mask_rule(mask_function: Callable[..., torch.Tensor], device: torch.device) -> MaskRule:
     """Tell full, window and chunk apart by asking ``mask_function(0, 0, i, j)`` on a grid.
 
-    Raises Unprovable when it is none of them: bidirectional, or depending on more than positions.
+    ``device`` is where the function was made: it may hold tensors, as that of chunked attention does. Raises
+    Unprovable when it is none of the three: bidirectional, or depending on more than positions.
     """
 
     def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         try:
-            zero = torch.zeros((), dtype=torch.long)
+            zero = torch.zeros((), dtype=torch.long, device=device)
             answer = mask_function(zero, zero, query, key)
         except Exception as error:
             raise Unprovable(f"its mask depends on more than positions ({error})") from error
         return answer.expand(torch.broadcast_shapes(query.shape, key.shape))
 
-    query = torch.tensor(_FAR)
-    first = int(visible(query, torch.arange(_FAR + 1)).int().argmax())
+    query = torch.tensor(_FAR, device=device)
+    first = int(visible(query, torch.arange(_FAR + 1, device=device)).int().argmax())
     # Both a window and a chunk are as long as the row of queries that see the first key visible from afar.
-    size = int(visible(torch.arange(first, first + _FAR + 1), torch.tensor(first)).sum())
+    queries = torch.arange(first, first + _FAR + 1, device=device)
+    size = int(visible(queries, queries[0]).sum())
     candidates, edges = [FULL], {_FAR}
     if size <= _FAR:
         # No query sees nothing, not even itself.
         candidates = [MaskRule("window", size), MaskRule("chunk", size)] if size else []
         edges |= {size * times for times in (1, 2, 3, _FAR // max(1, size))}
     points = sorted({*range(48), *(max(0, edge + offset) for edge in edges for offset in range(-3, 4))})
-    grid = torch.tensor(points)
+    grid = torch.tensor(points, device=device)
     seen = visible(grid[:, None], grid)
     for rule in candidates:
-        starts = torch.tensor([rule.first_visible(point) for point in points])
+        starts = torch.tensor([rule.first_visible(point) for point in points], device=device)
         if torch.equal(seen, (starts[:, None] <= grid) & (grid <= grid[:, None])):
             return rule
     raise Unprovable("its mask is neither causal, a causal window nor a causal chunk")
@@ -247,11 +249,11 @@ def _independent_positions(
     advertised = advertised_positions or _FAR
     # Past the end of a table that went unnoticed, a look-up raises on a CPU but ruins an accelerator's context.
     beyond = 4 * advertised if token_ids.device.type == "cpu" else advertised
-    half = token_ids.numel() // 2
     positions = near.positions.clone()
+    half = positions.numel() // 2
 
     def move_second_half(end: int) -> _Recording:
-        positions[half:] = torch.arange(end - half, end, device=positions.device)
+        positions[half:] = torch.arange(end + half - positions.numel(), end, device=positions.device)
         return _record(forward, token_ids, positions)
 
     try:

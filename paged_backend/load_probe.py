@@ -143,7 +143,7 @@ def _lone_logits(model: PreTrainedModel, twin: Twin, sequences: list[list[int]])
 
 @contextmanager
 def _untouched(model: torch.nn.Module, twin: Twin) -> Iterator[None]:
-    """Eval mode inside; afterwards flags, attributes, buffers and random state are what they were."""
+    """Eval mode without compilation inside; afterwards flags, attributes, buffers and random state are as before."""
     modules = list(model.modules())
     attributes = [dict(module.__dict__) for module in modules]
     buffers = [
@@ -156,9 +156,14 @@ def _untouched(model: torch.nn.Module, twin: Twin) -> Iterator[None]:
     ]
     devices = {layer.device for layer in twin.layers if layer.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
-        for module in modules:
-            module.training = False
         try:
+            for module in modules:
+                module.training = False
+                # Compiling would take far longer than the proof.
+                module.__dict__["_compiled_call_impl"] = None
+                forward = module.__dict__.get("forward")
+                if forward is not None:
+                    module.__dict__["forward"] = getattr(forward, "_torchdynamo_orig_callable", forward)
             yield
         finally:
             for module, before, contents in zip(modules, attributes, buffers, strict=True):

@@ -58,9 +58,6 @@ class _Copies:
                 self._share(tensor)
             for hook in accelerate_hooks(module):
                 self.memo[id(hook.weights_map)] = hook.weights_map
-                for on_device in (hook.tied_params_map or {}).values():
-                    for tensor in on_device.values():
-                        self._share(tensor)
 
     def _share(self, tensor: torch.Tensor) -> None:
         self.memo[id(tensor)] = tensor
@@ -131,7 +128,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return "_orig_mod" in module._modules
+    return "_orig_mod" in getattr(module, "_modules", ())
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:

@@ -52,7 +52,8 @@ class PositionTables(TorchFunctionMode):
     def _shift(self, index: torch.Tensor) -> int | None:
         if index.dtype not in (torch.int32, torch.int64) or index.numel() < self.num_tokens:
             return None
-        values = index.unique()
+        # Under tensor parallelism ids come as a distributed tensor, whole on every rank.
+        values = getattr(index, "to_local", lambda: index)().unique()
         first, last = int(values[0]), int(values[-1])
         shift = first - self.first
         return shift if shift >= 0 and values.numel() == self.num_tokens == last - first + 1 else None

@@ -39,8 +39,11 @@ class Twin:
     the longest request of a batch, so they are held to their original length). advertised_positions: the config's
     ``max_position_embeddings``.
 
+    Forward hooks of the model run on the copy too, on packed tokens ``[1, num_tokens, ...]``. A twin is as good as the
+    model was when it was made: ``stale_reason`` says whether that still holds.
+
     Raises UnsupportedModel, which names the model's class and the reason, for a model whose attention cannot be
-    served. A twin is as good as the model was when it was made: ``stale_reason`` says whether that still holds.
+    served.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -83,7 +86,7 @@ class Twin:
         self._set_attention(PROBE_NAME)
         with torch.inference_mode():
             ids = torch.tensor(self.sample_token_ids(16), device=self.device)
-            probe = probe_layers(module, self._logits_of_all, ids, self.advertised_positions)
+            probe = probe_layers(module, self._logits_of_first, ids, self.advertised_positions)
         self._set_attention(ATTENTION_NAME)
         self._attention_modules = probe.modules
         self.layers: list[LayerSpec] = probe.layers
@@ -127,8 +130,8 @@ class Twin:
             return self._forward(input_ids, positions, logits_to_keep=rows)
         return self._forward(input_ids, positions)[rows]
 
-    def _logits_of_all(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._forward(input_ids, positions)
+    def _logits_of_first(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.logits(input_ids, positions, input_ids.new_zeros(1))
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         # No cache is passed, whose name differs between versions of transformers, and none is made.
@@ -169,6 +172,8 @@ def _device_of(module: nn.Module, root: nn.Module) -> torch.device:
     device = next(module.parameters()).device
     if device.type != "meta":
         return device
-    hook = next(iter(accelerate_hooks(module) + accelerate_hooks(root)))
-    device = hook.execution_device
+    hooks = accelerate_hooks(module) + accelerate_hooks(root)
+    if not hooks:
+        raise Unprovable("its weights are on the meta device")
+    device = hooks[0].execution_device
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

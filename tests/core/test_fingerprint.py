@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,11 @@ import torch
 from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import PreTrainedModel
 
 from paged_backend.fingerprint import Fingerprint
@@ -176,6 +181,26 @@ def test_a_change_through_data_shows_in_every_layout_and_dtype() -> None:
         assert fingerprint.difference(module) == "weights were modified in place"
 
 
+def test_a_change_beside_a_weight_in_its_storage_is_none() -> None:
+    fused = torch.zeros(10, 100)
+    module: Any = nn.Module()
+    module.weight = nn.Parameter(fused[:, :50], requires_grad=False)
+    fingerprint = Fingerprint(module)
+    fused.data[:, 50:] = 1
+    assert fingerprint.difference(module) is None
+    fused.data[0, 0] = 1
+    assert fingerprint.difference(module) == "weights were modified in place"
+
+
+def test_a_change_inside_a_tensor_subclass_shows() -> None:
+    module: Any = nn.Module()
+    module.weight = nn.Parameter(TwoTensor(torch.zeros(3, 50), torch.zeros(3, 50)), requires_grad=False)
+    fingerprint = Fingerprint(module)
+    assert fingerprint.difference(module) is None
+    module.weight.b.add_(1)
+    assert fingerprint.difference(module) == "weights were modified in place"
+
+
 def test_a_dead_model_is_not_stale(tiny_model: TinyModel) -> None:
     twin = Twin(tiny_model("llama"))
     gc.collect()
@@ -245,3 +270,26 @@ def test_offloaded_weights_are_watched_where_they_lie(model: PreTrainedModel) ->
     assert twin.stale_reason() == "weights were modified in place"
     state["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 64)
     assert twin.stale_reason() == "model.layers.1.mlp.up_proj.weight changed"
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_tensor_parallel_model_is_proven_and_watched(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "model.layers.*.self_attn.q_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    }
+    model = parallelize_module(model, mesh, plan)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    assert isinstance(weight, DTensor)
+    twin = Twin(model)
+    prove(model, twin)
+    assert twin.stale_reason() is None
+    weight.data.add_(0.1)
+    assert twin.stale_reason() == "weights were modified in place"

@@ -25,6 +25,7 @@ from paged_backend.mask_rule import FULL, MaskRule
 from paged_backend.position_limit import PositionTables
 
 Mask = Callable[..., torch.Tensor]
+CPU = torch.device("cpu")
 
 
 def chunked(size: int) -> Mask:
@@ -32,17 +33,17 @@ def chunked(size: int) -> Mask:
 
 
 def test_a_causal_mask_is_full() -> None:
-    assert read_mask_rule(causal_mask_function) == FULL
+    assert read_mask_rule(causal_mask_function, CPU) == FULL
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 4096, 131072, 1 << 20])
 def test_the_size_of_a_window_is_read(size: int) -> None:
-    assert read_mask_rule(sliding_window_causal_mask_function(size)) == MaskRule("window", size)
+    assert read_mask_rule(sliding_window_causal_mask_function(size), CPU) == MaskRule("window", size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 8192, 131072])
 def test_the_size_of_a_chunk_is_read(size: int) -> None:
-    assert read_mask_rule(chunked(size)) == MaskRule("chunk", size)
+    assert read_mask_rule(chunked(size), CPU) == MaskRule("chunk", size)
 
 
 def seen_by_all(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -64,13 +65,13 @@ def seen_by_all(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -
 )
 def test_any_other_mask_is_refused(mask: Mask) -> None:
     with pytest.raises(Unprovable, match="neither causal, a causal window nor a causal chunk"):
-        read_mask_rule(mask)
+        read_mask_rule(mask, CPU)
 
 
 def test_a_mask_that_reads_data_is_refused() -> None:
     padded = and_masks(causal_mask_function, padding_mask_function(torch.ones(1, 16, dtype=torch.bool)))
     with pytest.raises(Unprovable, match="depends on more than positions"):
-        read_mask_rule(padded)
+        read_mask_rule(padded, CPU)
 
 
 def test_the_probe_serves_no_model_that_was_loaded_with_it() -> None:

@@ -150,12 +150,11 @@ def test_a_position_off_by_one_after_the_first_chunk_is_caught(
     tiny_model: TinyModel, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(family)
-    logits = Twin.logits
-    monkeypatch.setattr(
-        Twin, "logits", lambda self, ids, positions, rows: logits(self, ids, positions + (positions > 9), rows)
-    )
+    twin = Twin(model)
+    logits = twin.logits
+    monkeypatch.setattr(twin, "logits", lambda ids, positions, rows: logits(ids, positions + (positions > 9), rows))
     with pytest.raises(UnsupportedModel, match="gives other logits"):
-        prove(model, Twin(model))
+        prove(model, twin)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -106,13 +106,14 @@ def test_the_copy_is_in_eval_mode_and_has_its_own_config(model: PreTrainedModel)
 def test_what_refuses_to_be_copied_is_shared(model: PreTrainedModel) -> None:
     model.lock = threading.Lock()
     model.stream = {"numbers": (n for n in range(3)), "layer": model.model.layers[0]}
+    model.lm_head.stream = model.stream
     model.activation = torch.ones(2, requires_grad=True) * 2
     copy = copy_model(model)
     assert copy.lock is model.lock
     assert copy.stream is model.stream
     assert copy.activation is model.activation
     # What was copied on the way to the failure is not left half made.
-    assert copy.model.layers[0] is not model.model.layers[0]
+    assert copy.lm_head.stream is model.stream
     prove(model, Twin(model))
 
 
@@ -184,8 +185,16 @@ def test_an_object_used_as_a_hook_stays_the_users_own(model: PreTrainedModel) ->
     assert recorder.calls == 1
 
 
+compilations: list[Any] = []
+
+
+def backend(graph: Any, inputs: Any) -> Any:
+    compilations.append(graph)
+    return graph.forward
+
+
 def eager_compile(function: Any) -> Any:
-    return torch.compile(function, backend="eager")
+    return torch.compile(function, backend=backend)
 
 
 def compiled_model(model: Any) -> Any:
@@ -193,7 +202,7 @@ def compiled_model(model: Any) -> Any:
 
 
 def compiled_in_place(model: Any) -> Any:
-    model.compile(backend="eager")
+    model.compile(backend=backend)
     return model
 
 
@@ -210,9 +219,13 @@ def compiled_layer(model: Any) -> Any:
 @pytest.mark.parametrize("wrap", [compiled_model, compiled_in_place, compiled_forward, compiled_layer])
 def test_a_compiled_model_has_a_plain_twin(model: PreTrainedModel, wrap: Callable[[Any], Any]) -> None:
     expected = lone_logits(model)
-    twin = Twin(wrap(model))
+    wrapped = wrap(model)
+    twin = Twin(wrapped)
     assert not any("_orig_mod" in module._modules for module in twin.module.modules())
     assert all(module._compiled_call_impl is None for module in twin.module.modules())
+    prove(wrapped, twin)
+    assert compilations == []
+    assert twin.stale_reason() is None
     torch.testing.assert_close(prefill_logits(twin, [PROMPT])[0], expected, atol=1e-4, rtol=1e-4)
     assert_calls_no_module_of(model, twin)
 

@@ -248,6 +248,27 @@ def test_a_model_without_a_head_is_refused() -> None:
         Twin(small("llama", AutoModel, **SHAPE))
 
 
+@pytest.mark.parametrize("model", ["gpt2", torch.nn.Linear(2, 2)], ids=["text", "module"])
+def test_what_is_no_transformers_model_is_refused(model: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"{type(model).__name__} .* not a transformers model"):
+        Twin(model)
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with torch.device("meta"):
+        model = small("llama", **SHAPE)
+    with pytest.raises(UnsupportedModel, match="meta device"):
+        Twin(model)
+
+
+def test_a_model_made_in_inference_mode_has_a_twin(tiny_model: TinyModel) -> None:
+    with torch.inference_mode():
+        model = tiny_model("phi3_longrope").to(torch.bfloat16)
+    twin = Twin(model)
+    assert twin.stale_reason() is None
+    assert prefill_logits(twin, [PROMPT])[0].isfinite().all()
+
+
 def test_layers_with_one_index_are_refused(tiny_model: TinyModel) -> None:
     model = tiny_model("llama")
     model.model.layers[2].self_attn.layer_idx = 0
