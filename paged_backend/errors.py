@@ -43,6 +43,10 @@ class EngineClosed(PagedBackendError, RuntimeError):
     """The engine was closed, or a call came at a moment when it cannot be served."""
 
 
+class DownloadFailed(PagedBackendError, OSError):
+    """The sample model cannot be fetched; the message says what to do instead."""
+
+
 class PluginError(PagedBackendError, RuntimeError):
     """A plugin cannot be loaded, clashes with another one, or broke its contract under ``strict_policies``."""
 

@@ -1,0 +1,126 @@
+"""The command line: ``paged-backend demo`` and ``paged-backend plugins``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as error:
+    sys.exit(f"the command line needs the {error.name} package: pip install 'paged-backend[cli]'")
+
+import paged_backend
+from paged_backend.errors import PagedBackendError
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+@contextmanager
+def _errors_in_words() -> Iterator[None]:
+    """What the user can mend is told without a traceback."""
+    try:
+        yield
+    except (PagedBackendError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paged-backend {paged_backend.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run transformers models unchanged on a paged key-value cache with continuous batching."""
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="A model folder; by default SmolLM2-135M-Instruct, fetched once."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt, at most.")] = 128,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default all that torch takes.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Your own prompts: a file with a JSON list of texts."),
+    ] = None,
+) -> None:
+    """Answer real prompts through the paged engine and through stock generate, and compare.
+
+    Prints some answers, then speed, time to finish and memory of both. Exits with 1 if any greedy token differs.
+    """
+    texts = _read_prompts(prompts) if prompts else None
+    console = Console()
+    with _errors_in_words():
+        # torch and transformers take seconds to import, which --help need not wait for.
+        import torch
+        from transformers.utils import logging
+
+        from paged_backend import sample_model
+        from paged_backend.demo import run_demo
+        from paged_backend.demo_prompts import PROMPTS
+
+        logging.disable_progress_bar()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if model is None and not sample_model.is_fetched():
+            with console.status(f"fetching {sample_model.NAME} (93 MB, once)"):
+                sample_model.fetch()
+        agree = run_demo(str(model or sample_model.fetch()), texts or PROMPTS, max_new_tokens, console)
+    raise typer.Exit(0 if agree else 1)
+
+
+@app.command()
+def plugins() -> None:
+    """List the policies that an engine can be given by name, each with the plugin and the distribution it came from."""
+    with _errors_in_words():
+        from paged_backend.plugin_manager import KINDS, PluginManager
+
+        manager = PluginManager()
+    table = Table("kind", "name", "plugin", "distribution")
+    silent = set(manager.plugins)
+    for kind in KINDS:
+        for name, plugin in manager.names(kind).items():
+            table.add_row(kind, name, plugin, _distribution(plugin))
+            silent.discard(plugin)
+    for plugin in sorted(silent):
+        table.add_row("listens only", "", plugin, _distribution(plugin))
+    Console().print(table)
+
+
+def _read_prompts(path: Path) -> list[str]:
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise typer.BadParameter(f"{path} is not JSON: {error}", param_hint="--prompts") from error
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise typer.BadParameter(f"{path} must hold a JSON list of texts, none of them empty", param_hint="--prompts")
+    return texts
+
+
+def _distribution(plugin: str) -> str:
+    """The name and version of the distribution whose entry point the plugin is; the built-in ones are our own."""
+    for point in metadata.entry_points(group="paged_backend"):
+        if point.name == plugin and point.dist is not None:
+            return f"{point.dist.name} {point.dist.version}"
+    return f"paged-backend {paged_backend.__version__}"

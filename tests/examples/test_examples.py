@@ -1,0 +1,72 @@
+"""Every example runs as its users run it, and does what it says."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_folder import save_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paged_backend import sample_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+needs_sample_model = pytest.mark.skipif(
+    not sample_model.is_fetched(), reason="the sample model is not on this machine; `paged-backend demo` fetches it"
+)
+MODELS = ["tiny", pytest.param("sample", marks=[pytest.mark.slow, needs_sample_model])]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param == "sample":
+        return sample_model.fetch()
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+def run_example(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def constant(name: str, of: str) -> list:
+    """A literal of an example, read without running it."""
+    for node in ast.parse((EXAMPLES / of).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    raise KeyError(name)
+
+
+def test_generate_prints_what_stock_generate_answers(model_folder: str) -> None:
+    prompts = constant("PROMPTS", of="generate.py")
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    expected = []
+    for prompt in prompts:
+        tokens = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=8, do_sample=False)
+        expected.append(tokenizer.decode(tokens[0], skip_special_tokens=True))
+    output = run_example("generate.py", "--model", model_folder, "--max-new-tokens", "8")
+    assert output.split(f"\n{'-' * 40}\n") == [*expected, ""]
+
+
+def test_engine_loop_serves_requests_that_join_while_others_run(model_folder: str) -> None:
+    arrivals = constant("ARRIVALS", of="engine_loop.py")
+    output = run_example("engine_loop.py", "--model", model_folder, "--max-tokens", "12")
+    for step, prompt in arrivals:
+        assert f"step {step:3}  request " in output
+        assert f"joins: {prompt!r}" in output
+    assert output.count(" ends (") == len(arrivals)
+    assert output.index("joins: " + repr(arrivals[1][1])) < output.index(" ends (")
+
+
+def test_every_example_is_run_here() -> None:
+    source = Path(__file__).read_text()
+    for example in EXAMPLES.glob("*.py"):
+        assert f'run_example("{example.name}"' in source
