@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paged_backend.block_pool import BlockPool, PolicyErrorHandler
-from paged_backend.errors import IntegrityError
+from paged_backend.block_pool import BlockPool
+from paged_backend.errors import IntegrityError, RequestRefused
 from paged_backend.kv_cache import KVGroup
 from paged_backend.policies import EvictionPolicy
+from paged_backend.policy_errors import ErrorHandler
 from paged_backend.prefix_tree import PrefixNode, PrefixTree
 from paged_backend.request import Request
 
@@ -19,6 +20,11 @@ from paged_backend.request import Request
 LOOKAHEAD_TOKENS = 2
 # A block table's entry for a block that the group's mask rule no longer sees, or that is not there yet.
 NO_BLOCK = -1
+# Pinned prefixes may keep this share of a group's blocks, so that there is always room to work.
+MAX_PINNED_SHARE = 0.5
+
+# A pinned prefix: its cache salt, and the tokens of its full blocks.
+Prefix = tuple[str | None, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class BlockManager:
         max_num_seqs: int,
         max_chunk: int,
         evictions: Sequence[EvictionPolicy],
-        on_policy_error: PolicyErrorHandler,
+        on_policy_error: ErrorHandler,
         *,
         enable_prefix_caching: bool = True,
     ) -> None:
@@ -78,6 +84,7 @@ class BlockManager:
         ]
         self.copies: list[list[tuple[int, int]]] = [[] for _ in groups]
         self._tables: dict[Request, BlockTable] = {}
+        self._pinned: set[Prefix] = set()
         self._free_seats = list(range(max_num_seqs - 1, -1, -1))
         self._rows = [np.full((max_num_seqs, 8), NO_BLOCK, np.int32) for _ in groups]
 
@@ -99,10 +106,11 @@ class BlockManager:
         """Why a sequence of ``num_tokens`` can never fit even alone, with the numbers; None when it can."""
         for group, pool in zip(self.groups, self.pools, strict=True):
             need = group.blocks_for(num_tokens, self.block_size, self.max_chunk)
-            if need > pool.num_blocks:
+            if need > pool.num_blocks - pool.num_pinned:
+                pinned = f", {pool.num_pinned} of them pinned (see unpin_prefix)" if pool.num_pinned else ""
                 return (
                     f"{num_tokens} tokens need {need} blocks of {self.block_size} tokens in the {group.rule} attention "
-                    f"group, which has {pool.num_blocks}"
+                    f"group, which has {pool.num_blocks}{pinned}"
                 )
         return None
 
@@ -156,9 +164,9 @@ class BlockManager:
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             need = group.blocks_for(request.num_tokens, self.block_size, self.max_chunk)
             shared = [block for block in match.blocks[g] if block != NO_BLOCK]
-            already_owned = sum(not pool.is_unused(block) for block in shared)
+            already_taken = sum(not pool.is_available(block) for block in shared)
             spare = min(headroom, pool.num_blocks // 8)
-            if pool.num_available - promised[g] < max(need, len(shared)) - already_owned + spare:
+            if pool.num_available - promised[g] < max(need, len(shared)) - already_taken + spare:
                 return False
         return True
 
@@ -169,6 +177,68 @@ class BlockManager:
             max(0, group.blocks_for(request.num_tokens, self.block_size, self.max_chunk) - (len(blocks) - first))
             for group, blocks, first in zip(self.groups, table.blocks, table.first, strict=True)
         ]
+
+    def freed_by(self, requests: Sequence[Request]) -> list[int]:
+        """Per group, how many more blocks would be available if ``requests`` gave back theirs."""
+        freed = []
+        for g, pool in enumerate(self.pools):
+            tables = (self._tables[request] for request in requests)
+            freed.append(pool.num_freed_by(Counter(b for table in tables for b in table.blocks[g][table.first[g] :])))
+        return freed
+
+    # Pinning
+
+    def pin(self, token_ids: Sequence[int], salt: str | None) -> int:
+        """Keep the full blocks of this prefix once they are computed, whoever else wants them; returns their tokens.
+
+        Raises RequestRefused when the prefix fills no block, or pins would take more than half of a group's blocks.
+        """
+        length = len(token_ids) // self.block_size
+        prefix = (salt, tuple(token_ids[: length * self.block_size]))
+        if not length:
+            raise RequestRefused(f"a prefix of {len(token_ids)} tokens fills no block of {self.block_size}")
+        if prefix not in self._pinned:
+            path = self._path(prefix)
+            for g, (pool, nodes) in enumerate(zip(self.pools, self._seen_at_end(path), strict=True)):
+                count, most = pool.num_pinned_with(nodes), int(pool.num_blocks * MAX_PINNED_SHARE)
+                if count > most:
+                    self.tree.prune(path[-1])
+                    raise RequestRefused(
+                        f"{count} blocks would be pinned in the {self.groups[g].rule} attention group; at most {most} "
+                        f"of its {pool.num_blocks} may be: unpin another prefix or raise kv_cache_memory"
+                    )
+            self._pinned.add(prefix)
+            self._pin(prefix)
+        return length * self.block_size
+
+    def unpin(self, token_ids: Sequence[int], salt: str | None) -> bool:
+        """Take back the ``pin`` of this prefix; False if there is none."""
+        prefix = (salt, tuple(token_ids[: len(token_ids) // self.block_size * self.block_size]))
+        if prefix not in self._pinned:
+            return False
+        self._pinned.remove(prefix)
+        path = self._path(prefix)
+        for pool, nodes in zip(self.pools, self._seen_at_end(path), strict=True):
+            pool.unpin(reversed(nodes))
+        self.tree.prune(path[-1])
+        return True
+
+    def _pin(self, prefix: Prefix) -> None:
+        for pool, nodes in zip(self.pools, self._seen_at_end(self._path(prefix)), strict=True):
+            pool.pin(nodes)
+
+    def _path(self, prefix: Prefix) -> list[PrefixNode]:
+        salt, tokens = prefix
+        size, node, path = self.block_size, self.tree.root(salt), []
+        for start in range(0, len(tokens), size):
+            node = self.tree.child(node, tokens[start : start + size])
+            path.append(node)
+        return path
+
+    def _seen_at_end(self, path: Sequence[PrefixNode]) -> list[Sequence[PrefixNode]]:
+        """Per group, the nodes of a prefix that its mask rule still sees at the prefix's end."""
+        size = self.block_size
+        return [path[group.rule.first_visible(len(path) * size) // size :] for group in self.groups]
 
     # Taking and giving back
 
@@ -304,6 +374,8 @@ class BlockManager:
         self.tree.clear()
         for table in self._tables.values():
             table.node = None
+        for prefix in self._pinned:
+            self._pin(prefix)
 
     def reset(self) -> None:
         """Every block free, every seat empty, nothing cached."""
@@ -316,6 +388,8 @@ class BlockManager:
             pool.reset()
             self.copies[g] = []
             self._rows[g].fill(NO_BLOCK)
+        for prefix in self._pinned:
+            self._pin(prefix)
 
     def resize(self, num_blocks: Sequence[int]) -> None:
         """Change the pools' sizes; block ids in use stay what they are. Only empty pools shrink."""
@@ -354,7 +428,7 @@ class BlockManager:
         return sum(unfilled.values())
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the books agree: blocks, references, tables, seats, and no slot with two writers."""
+        """Raise IntegrityError unless the books agree: blocks, references, tables, seats, and one writer per slot."""
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             owners: Counter[int] = Counter()
             for request, table in self._tables.items():

@@ -7,17 +7,19 @@ import itertools
 import logging
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tqdm import tqdm
 
 from paged_backend.block_manager import BlockManager
 from paged_backend.cache_sizing import blocks_for_budget, blocks_for_lengths, budget_bytes
 from paged_backend.config import EngineConfig, check_block_size
-from paged_backend.errors import ConfigError, ContextOverflow, EngineClosed, PluginError, RequestRefused
+from paged_backend.decode_timing import decode_seconds
+from paged_backend.detokenizer import tokenizer_lock
+from paged_backend.errors import ConfigError, ContextOverflow, EngineClosed, PluginError, QueueFull, RequestRefused
 from paged_backend.executor import Executor
 from paged_backend.intake import Prompt, as_prompts, moment, prompt_token_ids, sampling_params
 from paged_backend.kv_cache import KVCache, group_layers
@@ -26,12 +28,13 @@ from paged_backend.memory_report import explain_memory
 from paged_backend.model_runner import ModelRunner
 from paged_backend.plugin_manager import PluginManager
 from paged_backend.policies import ModelShape
+from paged_backend.policy_errors import FAILED, PolicyErrors, call
 from paged_backend.policy_guard import PolicyGuard
 from paged_backend.request import FinishReason, Request, RequestOutput
 from paged_backend.sampler import Sampler
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduler import ScheduledStep, Scheduler
-from paged_backend.stats import EngineStats, GroupStats, StatsRecorder, Stopwatch
+from paged_backend.stats import EngineStats, StatsRecorder, Stopwatch
 from paged_backend.stopping import check_stop, finish_reason
 from paged_backend.twin import Twin
 
@@ -41,6 +44,27 @@ logger = logging.getLogger("paged_backend")
 DEFAULT_LENGTH = 2048
 # An idle elastic engine whose cache is this many times too large gives the rest back.
 SHRINK_FACTOR = 4
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _alone(
+    method: Callable[Concatenate[Engine, Arguments], Result],
+) -> Callable[Concatenate[Engine, Arguments], Result]:
+    """What changes the engine runs alone: policies, hooks and processors, which run inside, must not call it."""
+
+    @wraps(method)
+    def run(self: Engine, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        self._check_open()
+        self._busy = True
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._busy = False
+
+    return run
 
 
 class Engine:
@@ -71,13 +95,12 @@ class Engine:
         self.tokenizer = tokenizer
         self.clock = clock
         self._closed = False
-        self._stepping = False
+        self._busy = False
         self._kept_model: Any = None
         self._plugins = PluginManager(plugins)
-        self._policy_errors: Counter[str] = Counter()
-        self._guard = PolicyGuard(
-            self._plugins.scheduler(self.config.scheduler, self.config.scheduler_options), self._report_policy_error
-        )
+        self._policy_errors = PolicyErrors(self.config.strict_policies)
+        policy = self._plugins.scheduler(self.config.scheduler, self.config.scheduler_options)
+        self._guard = PolicyGuard(policy, self._policy_errors)
         self._elastic = elastic and self.config.kv_cache_memory is None
         self._model = weakref.ref(model)
         self._load(model)
@@ -85,11 +108,13 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(model)
         self.sampler = Sampler(self.eos_token_ids, self.config.seed, tokenizer)
         self._requests: dict[str, list[Request]] = {}
+        self._pins: dict[tuple[str | None, tuple[int, ...]], None] = {}
         self._orders = itertools.count()
         self._time_limits: list[tuple[float, int, Request]] = []
         self._ended: deque[RequestOutput] = deque()
         self._stats = StatsRecorder()
         self._notify("engine_started", engine=self)
+        self._policy_errors.raise_first()
 
     @classmethod
     def from_pretrained(
@@ -111,6 +136,7 @@ class Engine:
 
     # Requests
 
+    @_alone
     def add_request(
         self,
         prompt: Prompt,
@@ -120,6 +146,7 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
         timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
         client_id: str | None = None,
         cache_salt: str | None = None,
         stop_condition: Callable[[Request], bool] | None = None,
@@ -129,38 +156,76 @@ class Engine:
 
         deadline_s: seconds from now by which the caller would like it finished; policies may order by it.
         timeout_s: seconds from now after which it ends with ``"timeout"``, wherever it is.
+        queue_timeout_s: seconds from now after which it ends with ``"timeout"`` if it has not begun to run.
         client_id: for policies that share out service. cache_salt: prefixes are shared only under an equal salt.
         stop_condition: called with the Request after each token; True ends it with ``"stop"``.
 
         Raises RequestRefused (ContextOverflow when it could never fit) and leaves everything as it was.
         """
-        self._check_open()
-        now = self.clock()
         self._refresh()
-        request = self._build(
+        request = self.prepare(
             prompt,
             params,
-            now,
             request_id=request_id,
             priority=priority,
-            deadline=moment(now, "deadline_s", deadline_s),
-            time_limit=moment(now, "timeout_s", timeout_s),
+            deadline_s=deadline_s,
+            timeout_s=timeout_s,
+            queue_timeout_s=queue_timeout_s,
             client_id=client_id,
             cache_salt=cache_salt,
             stop_condition=stop_condition,
             metadata=metadata,
         )
-        self._admit_by_hook(request)
-        self._requests[request.request_id] = [request, *request.forks]
-        if request.time_limit is not None:
-            heapq.heappush(self._time_limits, (request.time_limit, request.order, request))
-        self.scheduler.add(request, now)
-        self._notify("request_added", request=request)
+        self.check_queue()
+        self._queue(request)
         return request.request_id
 
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        **options: Any,
+    ) -> Request:
+        """A checked request for ``enqueue``, from the arguments of ``add_request``. Any thread may call this."""
+        self._check_not_closed()
+        now = self.clock()
+        return self._build(
+            prompt,
+            params,
+            now,
+            deadline=moment(now, "deadline_s", deadline_s),
+            time_limit=moment(now, "timeout_s", timeout_s),
+            queue_limit=moment(now, "queue_timeout_s", queue_timeout_s),
+            **options,
+        )
+
+    @_alone
+    def enqueue(self, request: Request) -> None:
+        """Queue a request that ``prepare`` built; its deadlines count from then, and ``max_waiting`` is not looked at.
+
+        Raises RequestRefused when a plugin refuses it or its id is taken.
+        """
+        self._refresh()
+        self._check_id(request.request_id)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        self._admit_by_hook(request)
+        self._policy_errors.raise_first()
+        self._make_room_for(request)
+        self._requests[request.request_id] = [request, *request.forks]
+        for limit in {request.time_limit, request.queue_limit} - {None}:
+            heapq.heappush(self._time_limits, (limit, request.order, request))
+        self.scheduler.add(request, self.clock())
+        self._notify("request_added", request=request.view)
+
+    @_alone
     def abort(self, request_id: str) -> bool:
         """End a request, wherever it is, with ``"abort"``; its outputs come with the next step. False if it is over."""
-        self._check_open()
         samples = self._requests.get(request_id)
         if not samples:
             return False
@@ -176,30 +241,93 @@ class Engine:
         """Whether a further ``step`` has something to do or to hand out."""
         return bool(self._requests or self._ended)
 
-    def step(self) -> list[RequestOutput]:
+    @_alone
+    def step(self, *, drain: bool = False) -> list[RequestOutput]:
         """Run one step; returns the outputs that got a token or ended since the last one.
 
         A request that fails (its forward pass, its processors, its stop rule) ends with ``"error"`` alone.
+        drain: nothing more will be added for now, so a policy that holds requests back to batch them is not waited for.
+        Without it such a step does nothing, and ``held_until`` says when to come back.
         """
-        self._check_open()
-        with self._exclusive():
-            watch, now = Stopwatch(), self.clock()
-            self._expire(now)
-            step = self.scheduler.schedule(now)
-            watch.lap("schedule")
-            logits, failures = self.executor.run(step, watch)
-            rows, num_prefill_tokens = step.sampling, step.num_prefill_tokens
-            sampled = self.sampler.sample(logits, rows) if logits is not None else None
-            watch.lap("sample")
-            self.scheduler.commit(step, now)
-            outputs = self._deliver(rows, sampled, now)
-            for request, error in failures.items():
-                self._fail(request, error)
-            outputs.extend(self._ended)
-            self._ended.clear()
-            watch.lap("update")
-            self._close_step(step, num_prefill_tokens, outputs, watch, now)
-            return outputs
+        try:
+            outputs = self._step(drain)
+        except BaseException:
+            self.scheduler.restart(self.clock())
+            raise
+        try:
+            self._policy_errors.raise_first()
+        except PluginError:
+            self._ended.extend(output for output in outputs if output.finished)
+            raise
+        return outputs
+
+    def _step(self, drain: bool) -> list[RequestOutput]:
+        watch, started = Stopwatch(), self.clock()
+        self._expire(started)
+        step = self.scheduler.schedule(started, drain=drain)
+        watch.lap("schedule")
+        logits, failures = self.executor.run(step, watch)
+        rows, num_prefill_tokens = step.sampling, step.num_prefill_tokens
+        sampled = self.sampler.sample(logits, rows) if logits is not None else None
+        watch.lap("sample")
+        now = self.clock()
+        self.scheduler.commit(step, now)
+        outputs = self._deliver(rows, sampled, now)
+        for request, error in failures.items():
+            self._fail(request, error)
+        outputs.extend(self._ended)
+        self._ended.clear()
+        watch.lap("update")
+        self._close_step(step, num_prefill_tokens, outputs, watch, now)
+        return outputs
+
+    @_alone
+    def settle(self) -> list[RequestOutput]:
+        """The outputs that ended since the last step, those past their time limit included, without running a step."""
+        self._expire(self.clock())
+        outputs = list(self._ended)
+        self._ended.clear()
+        self._stats.num_finished += len(outputs)
+        return outputs
+
+    @property
+    def next_time_limit(self) -> float | None:
+        """When the next request may have to end with ``"timeout"``, in seconds of the engine's clock."""
+        return self._time_limits[0][0] if self._time_limits else None
+
+    @property
+    def held_until(self) -> float | None:
+        """When to ``step`` again if the scheduling policy holds everybody back until then, else None."""
+        if self.scheduler.held_until is None or self._ended or not self.scheduler.num_waiting:
+            return None
+        return min([self.scheduler.held_until, *(moment for moment, _, _ in self._time_limits[:1])])
+
+    @_alone
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+        """Keep this beginning of prompts in the cache, from when it is next computed until ``unpin_prefix``.
+
+        Returns how many of its tokens stay: its full blocks. Raises RequestRefused when it fills no block, when pinned
+        prefixes would take more than half of the cache, or when a request that is unfinished could not fit any more;
+        ConfigError when the engine keeps no prefixes or is sized by its requests.
+        """
+        if self._elastic or not self.config.enable_prefix_caching:
+            raise ConfigError("pin_prefix needs enable_prefix_caching and a cache of fixed size; set kv_cache_memory")
+        token_ids = prompt_token_ids(prompt, self.tokenizer, self.twin.vocab_size)
+        num_tokens = self.blocks.pin(token_ids, cache_salt)
+        longest = max((sample.max_num_tokens for s in self._requests.values() for sample in s), default=0)
+        shortage = self.blocks.shortage(longest)
+        if shortage is not None:
+            self.blocks.unpin(token_ids, cache_salt)
+            raise RequestRefused(f"an unfinished request could not fit beside the pinned prefix: {shortage}")
+        self._pins[cache_salt, tuple(token_ids)] = None
+        return num_tokens
+
+    @_alone
+    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> bool:
+        """Take back ``pin_prefix``; False if this prefix is not pinned."""
+        token_ids = prompt_token_ids(prompt, self.tokenizer, self.twin.vocab_size)
+        self._pins.pop((cache_salt, tuple(token_ids)), None)
+        return self.blocks.unpin(token_ids, cache_salt)
 
     def generate(
         self,
@@ -237,7 +365,7 @@ class Engine:
                         request_id = self.add_request(prompt, p, **request_options)
                         outputs[request_id] = [request.output for request in self._requests[request_id]]
                         unfinished.add(request_id)
-                    for output in self.step():
+                    for output in self.step(drain=True):
                         if output.request_id in unfinished and all(o.finished for o in outputs[output.request_id]):
                             unfinished.remove(output.request_id)
                             bar.update()
@@ -252,25 +380,26 @@ class Engine:
     def stats(self) -> EngineStats:
         """Numbers since the engine started, and the memory as it is now."""
         reserved = self.runner.kv_cache.num_bytes
-        return self._stats.snapshot(self.scheduler, reserved, dict(self._policy_errors))
+        return self._stats.snapshot(self.scheduler, reserved, dict(self._policy_errors.counts))
 
     def explain_memory(self) -> str:
         """Where the memory of keys and values goes, in words."""
         return explain_memory(self.stats(), self.twin.layers, self.config)
 
+    @_alone
     def weights_changed(self) -> None:
         """Say that the model's weights, adapters or dtype changed; cached prefixes are dropped, nothing stale is used.
 
         The engine notices most changes by itself when it is idle and gets work.
         """
-        self._check_open()
         self._reload("weights_changed() was called")
 
+    @_alone
     def close(self) -> None:
         """End what runs with ``"abort"`` and free the cache. Raises EngineClosed when the engine is closed already."""
-        self._check_open()
-        for request_id in list(self._requests):
-            self.abort(request_id)
+        for samples in list(self._requests.values()):
+            for request in list(samples):
+                self._end(request, "abort")
         self._closed = True
         del self.runner, self.executor, self.twin
         self._notify("engine_stopped", engine=self)
@@ -311,7 +440,7 @@ class Engine:
             config.max_num_seqs,
             chunk,
             [make_eviction() for _ in groups],
-            self._report_policy_error,
+            self._policy_errors,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         cache = KVCache(self.twin.layers, groups, num_blocks, block_size, config.kv_torch_dtype)
@@ -341,12 +470,16 @@ class Engine:
             key_dim=layer.key_dim,
             value_dim=layer.value_dim,
             dtype=layer.dtype,
+            decode_seconds=partial(decode_seconds, layer, self.config.kv_torch_dtype, self.config.attention_backend),
             max_positions=self.max_model_len,
         )
+        answer = call(self._policy_errors, rule, "block_size", lambda: rule(shape, self.twin.device))
+        if answer is FAILED:
+            return EngineConfig.block_size
         try:
-            return check_block_size(rule(shape, self.twin.device), source="the block size rule's answer")
-        except Exception as error:
-            self._report_policy_error(rule, "block_size", error)
+            return check_block_size(answer, source="the answer")
+        except ConfigError as error:
+            self._policy_errors(rule, "block_size", f"{error}")
             return EngineConfig.block_size
 
     def fit(self, lengths: Sequence[int]) -> None:
@@ -354,14 +487,33 @@ class Engine:
         if not self._elastic:
             return
         longest = sorted(lengths, reverse=True)[: self.config.max_num_seqs]
-        chunk = self.config.max_num_batched_tokens
-        need = blocks_for_lengths(self.blocks.groups, self.blocks.block_size, chunk, longest)
+        need = self._blocks_for(longest)
         have = self.runner.kv_cache.num_blocks
         if any(n > h for n, h in zip(need, have, strict=True)):
             self._resize([max(n, h) for n, h in zip(need, have, strict=True)])
         elif not self.scheduler.has_work() and all(n * SHRINK_FACTOR < h for n, h in zip(need, have, strict=True)):
             self.blocks.reset()
             self._resize(need)
+
+    def _make_room_for(self, request: Request) -> None:
+        """Let an elastic engine's cache grow, by half at least, until ``request`` can run beside all others."""
+        if not self._elastic:
+            return
+        running = [sample for samples in self._requests.values() for sample in samples]
+        if len(running) < self.config.max_num_seqs:
+            lengths = [sample.max_num_tokens for sample in (*running, request, *request.forks)]
+        elif self.blocks.shortage(request.max_num_tokens) is not None:
+            lengths = [request.max_num_tokens]
+        else:
+            return
+        need = self._blocks_for(lengths)
+        have = self.runner.kv_cache.num_blocks
+        if any(n > h for n, h in zip(need, have, strict=True)):
+            self._resize([max(n, h, h * 3 // 2) for n, h in zip(need, have, strict=True)])
+
+    def _blocks_for(self, lengths: Sequence[int]) -> list[int]:
+        chunk = self.config.max_num_batched_tokens
+        return blocks_for_lengths(self.blocks.groups, self.blocks.block_size, chunk, lengths)
 
     def _resize(self, num_blocks: Sequence[int]) -> None:
         self.runner.use_cache(self.runner.kv_cache.resized(num_blocks, self.blocks.blocks_in_use()))
@@ -385,8 +537,8 @@ class Engine:
         if params.n > self.config.max_num_seqs:
             raise RequestRefused(f"n={params.n} samples cannot run at once; max_num_seqs is {self.config.max_num_seqs}")
         self._check_length(len(token_ids), params.max_tokens)
-        if request_id is not None and request_id in self._requests:
-            raise RequestRefused(f"request_id {request_id!r} is taken by an unfinished request")
+        if request_id is not None:
+            self._check_id(request_id)
         orders = itertools.repeat(order) if order is not None else self._orders
         first = next(orders)
         name = request_id if request_id is not None else str(first)
@@ -396,6 +548,10 @@ class Engine:
             sample.output.decode = self._decode
         samples[0].forks = tuple(samples[1:])
         return samples[0]
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise RequestRefused(f"request_id {request_id!r} is taken by an unfinished request")
 
     def _default_params(self, num_prompt_tokens: int) -> SamplingParams:
         """Greedy, with as many tokens as are left to a short model."""
@@ -417,32 +573,44 @@ class Engine:
                 "shorten them or raise kv_cache_memory"
             )
 
+    def check_queue(self, num_on_their_way: int = 0) -> None:
+        """Raise QueueFull if no further request may wait, beside the waiting ones and those on their way here."""
+        num_waiting = self.scheduler.num_waiting + num_on_their_way
+        if self.config.max_waiting is not None and num_waiting >= self.config.max_waiting:
+            raise QueueFull(f"{num_waiting} requests wait already; max_waiting is {self.config.max_waiting}")
+
     def _admit_by_hook(self, request: Request) -> None:
-        if self._queue_is_full():
-            raise RequestRefused(
-                f"{self.scheduler.num_waiting} requests wait already; max_waiting is {self.config.max_waiting}"
-            )
         if self._plugins.listens("admit_request"):
             answer = self._plugins.first_opinion(
-                "admit_request", self._report_policy_error, request=request, stats=self.stats()
+                "admit_request",
+                self._policy_errors,
+                lambda value: isinstance(value, (bool, str)),
+                request=request.view,
+                stats=self.stats(),
             )
             if answer is False or isinstance(answer, str):
                 raise RequestRefused(answer or "a plugin refused the request")
-        if self._elastic and self.blocks.shortage(request.max_num_tokens) is not None:
-            self.fit([request.max_num_tokens])
 
     def _queue_is_full(self) -> bool:
         return self.config.max_waiting is not None and self.scheduler.num_waiting >= self.config.max_waiting
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer is not None else ""
+        if self.tokenizer is None:
+            return ""
+        with tokenizer_lock(self.tokenizer):
+            text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def _expire(self, now: float) -> None:
         while self._time_limits and self._time_limits[0][0] <= now:
-            request = heapq.heappop(self._time_limits)[2]
+            limit, _, request = heapq.heappop(self._time_limits)
+            if limit != request.time_limit and request.last_scheduled_time is not None:
+                continue
             for sample in list(self._requests.get(request.request_id, ())):
                 if sample.time_limit == request.time_limit and not sample.is_finished:
                     self._end(sample, "timeout")
+        for request in self._guard.doomed(now):
+            self._end(request, "timeout")
 
     def _deliver(self, rows: Sequence[Request], sampled: Any, now: float) -> list[RequestOutput]:
         """Append each row's token, end what is complete; returns the outputs of those that go on."""
@@ -491,7 +659,9 @@ class Engine:
             if not samples:
                 del self._requests[sample.request_id]
             self._ended.append(sample.output)
-            self._notify("request_finished", request=sample, output=sample.output)
+            if self._plugins.listens("request_finished"):
+                self._notify("request_finished", request=sample.view, output=sample.output.snapshot())
+            sample.forget_view()
 
     def _close_step(
         self,
@@ -504,27 +674,16 @@ class Engine:
         for request in step.admitted:
             metrics = request.output.metrics
             if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
+                metrics.first_scheduled_time = step.time
                 metrics.num_cached_tokens = request.num_cached_tokens
         stats = self._stats.record_step(self.scheduler, step, outputs, num_prefill_tokens, watch.laps, now)
         for request, num_blocks in step.preempted:
-            self._notify("request_preempted", request=request, num_blocks=num_blocks)
+            self._notify("request_preempted", request=request.view, num_blocks=num_blocks)
         self._notify("step_finished", stats=stats)
 
     def _notify(self, name: str, **kwargs: Any) -> None:
         if self._plugins.listens(name):
-            self._plugins.notify(name, self._report_policy_error, **kwargs)
-
-    def _report_policy_error(self, policy: object, method: str, error: BaseException | str) -> None:
-        name = policy if isinstance(policy, str) else f"{type(policy).__module__}.{type(policy).__qualname__}"
-        if self.config.strict_policies:
-            raise PluginError(f"{name}.{method}: {error}") from (error if isinstance(error, BaseException) else None)
-        key = f"{name}.{method}"
-        self._policy_errors[key] += 1
-        if self._policy_errors[key] == 1:
-            logger.warning(
-                "%s broke its contract (%s); the built-in rule takes over, further cases are counted", key, error
-            )
+            self._plugins.notify(name, self._policy_errors, **kwargs)
 
     def _refresh(self) -> None:
         """Look for changes of the model whenever an idle engine gets work."""
@@ -541,25 +700,26 @@ class Engine:
             counts = self.runner.kv_cache.num_blocks
             self._load(model)
             self.scheduler.blocks = self.blocks
+            self._repin()
             if self._elastic and len(counts) == len(self.blocks.groups):
                 self._resize(counts)
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if self._stepping:
-            raise EngineClosed("the engine is in the middle of a step; hooks and policies must not call it")
-        self._stepping = True
-        try:
-            yield
-        except BaseException:
-            self.scheduler.restart(self.clock())
-            raise
-        finally:
-            self._stepping = False
+    def _repin(self) -> None:
+        for salt, token_ids in list(self._pins):
+            try:
+                self.blocks.pin(token_ids, salt)
+            except RequestRefused as error:
+                logger.warning("a pinned prefix of %d tokens is given up: %s", len(token_ids), error)
+                del self._pins[salt, token_ids]
 
-    def _check_open(self) -> None:
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed; make a new one")
+
+    def _check_open(self) -> None:
+        self._check_not_closed()
+        if self._busy:
+            raise EngineClosed("the engine is in the middle of a call; what runs inside of it must not call it again")
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

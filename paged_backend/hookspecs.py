@@ -9,7 +9,8 @@ import pluggy
 
 if TYPE_CHECKING:
     from paged_backend.engine import Engine
-    from paged_backend.request import Request, RequestOutput
+    from paged_backend.request import RequestOutput
+    from paged_backend.request_view import RequestView
     from paged_backend.stats import EngineStats, StepStats
 
 PROJECT = "paged_backend"
@@ -23,12 +24,18 @@ Register = Callable[[str, Any], None]
 
 @hookspec
 def register_schedulers(register: Register) -> None:
-    """Offer scheduling policies: ``register("name", SchedulingPolicy subclass or factory)``. Once per engine."""
+    """Offer scheduling policies: ``register("name", SchedulingPolicy subclass or factory)``. Once per engine.
+
+    A factory is called with ``scheduler_options``. A string ``"module:attribute"`` is imported only when chosen.
+    """
 
 
 @hookspec
 def register_evictions(register: Register) -> None:
-    """Offer eviction policies: ``register("name", EvictionPolicy subclass or factory)``. Once per engine."""
+    """Offer eviction policies: ``register("name", EvictionPolicy subclass or factory)``. Once per engine.
+
+    A factory is called with ``eviction_options``, once per KV group.
+    """
 
 
 @hookspec
@@ -42,7 +49,7 @@ def register_attention_backends(register: Register) -> None:
 
 
 @hookspec(firstresult=True)
-def admit_request(request: Request, stats: EngineStats) -> bool | str | None:
+def admit_request(request: RequestView, stats: EngineStats) -> bool | str | None:
     """Accept or refuse a new request; the first plugin with an opinion decides.
 
     Return True to accept, a reason to refuse (the caller gets ``RequestRefused(reason)``), None to pass.
@@ -51,22 +58,25 @@ def admit_request(request: Request, stats: EngineStats) -> bool | str | None:
 
 @hookspec
 def engine_started(engine: Engine) -> None:
-    """The engine is built: model proven, cache sized. Once per engine."""
+    """The engine is built: model proven, cache sized. Once per engine.
+
+    Keep ``engine`` to read ``engine.stats()`` at any time; what changes the engine is refused inside of its own calls.
+    """
 
 
 @hookspec
-def request_added(request: Request) -> None:
+def request_added(request: RequestView) -> None:
     """A request was accepted and waits."""
 
 
 @hookspec
-def request_preempted(request: Request, num_blocks: int) -> None:
+def request_preempted(request: RequestView, num_blocks: int) -> None:
     """A running request gave up ``num_blocks`` blocks and waits again, keeping its tokens."""
 
 
 @hookspec
-def request_finished(request: Request, output: RequestOutput) -> None:
-    """A request ended, whatever the reason; ``output.finish_reason`` tells."""
+def request_finished(request: RequestView, output: RequestOutput) -> None:
+    """A request ended, whatever the reason; ``output``, a copy of what its caller gets, tells which."""
 
 
 @hookspec

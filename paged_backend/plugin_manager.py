@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pluggy
@@ -16,12 +16,16 @@ from paged_backend import hookspecs
 from paged_backend.config import check_block_size
 from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
 from paged_backend.policies import BlockSizeRule, EvictionPolicy, SchedulingPolicy
+from paged_backend.policy_errors import FAILED, ErrorHandler, call, describe, name_of
 
-BUILT_IN = ("paged_backend.plugins.schedulers", "paged_backend.plugins.eviction")
+BUILT_IN = (
+    "paged_backend.plugins.schedulers",
+    "paged_backend.plugins.eviction",
+    "paged_backend.plugins.block_sizes",
+)
 PLUGINS_VARIABLE = "PAGED_BACKEND_PLUGINS"
 TRACE_VARIABLE = "PAGED_BACKEND_TRACE_HOOKS"
 KINDS = ("scheduler", "eviction", "block_size", "attention_backend")
-ErrorHandler = Callable[[object, str, BaseException | str], None]
 NOTIFICATIONS = (
     "engine_started",
     "request_added",
@@ -32,10 +36,26 @@ NOTIFICATIONS = (
 )
 
 
+@dataclass(frozen=True)
+class PluginInfo:
+    """What a loaded plugin is.
+
+    source: the distribution and version it was installed with, "paged-backend" for built-in ones, or "passed by hand".
+    location: the file it lives in, if it is known. hooks: those it implements. names: per kind, what it registers.
+    """
+
+    name: str
+    source: str
+    location: str | None
+    hooks: tuple[str, ...]
+    names: Mapping[str, tuple[str, ...]]
+
+
 class PluginManager:
     """The plugins of one engine: built-in modules, installed entry points, and those passed by hand, in that order.
 
-    ``PAGED_BACKEND_PLUGINS`` limits entry points to a comma-separated list of names (empty: none).
+    ``PAGED_BACKEND_PLUGINS`` limits entry points to a comma-separated list of names (empty: none);
+    ``PAGED_BACKEND_TRACE_HOOKS=1`` prints every hook call to stderr.
     Raises PluginError when a plugin cannot be loaded, implements an unknown hook, asks for another hook version, or
     registers a name that is taken.
     """
@@ -43,48 +63,62 @@ class PluginManager:
     def __init__(self, plugins: Sequence[Any] = (), *, load_entry_points: bool = True) -> None:
         self._pm = pluggy.PluginManager(hookspecs.PROJECT)
         self._pm.add_hookspecs(hookspecs)
+        self._trace = bool(os.environ.get(TRACE_VARIABLE))
+        self._sources: dict[str, str] = {}
+        version = importlib.metadata.version("paged-backend")
         for module in BUILT_IN:
-            self._register(importlib.import_module(module), module)
+            self._register(importlib.import_module(module), module, f"paged-backend {version}")
         if load_entry_points:
             self._load_entry_points()
         for plugin in plugins:
-            self._register(plugin, getattr(plugin, "__name__", None))
+            self._register(plugin, getattr(plugin, "__name__", None), "passed by hand")
         try:
             self._pm.check_pending()
         except pluggy.PluginValidationError as error:
             known = ", ".join(sorted(name for name in vars(self._pm.hook) if not name.startswith("_")))
-            raise PluginError(f"{error}; the hooks are {known}") from error
-        self._registry = {kind: self._collect(kind) for kind in KINDS}
+            raise PluginError(f"plugin {error.plugin!r}: {error}; the hooks are {known}") from error
         self._impls = {name: self._impls_of(name) for name in (*NOTIFICATIONS, "admit_request")}
-        self._trace = bool(os.environ.get(TRACE_VARIABLE))
+        self._registry = {kind: self._collect(kind) for kind in KINDS}
 
     def _load_entry_points(self) -> None:
         limit = os.environ.get(PLUGINS_VARIABLE)
         allowed = None if limit is None else {name.strip() for name in limit.split(",") if name.strip()}
-        for point in importlib.metadata.entry_points(group=hookspecs.PROJECT):
-            if allowed is not None and point.name not in allowed:
+        points = {point.name: point for point in importlib.metadata.entry_points(group=hookspecs.PROJECT)}
+        if allowed is not None and (missing := sorted(allowed - points.keys())):
+            installed = ", ".join(sorted(points)) or "none"
+            raise PluginError(
+                f"{PLUGINS_VARIABLE} names {missing[0]!r}, which is not installed; installed: {installed}"
+            )
+        for name, point in points.items():
+            if allowed is not None and name not in allowed:
                 continue
             try:
                 plugin = point.load()
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 raise PluginError(
-                    f"plugin {point.name!r} ({point.value}) cannot be loaded: {error!r}; fix or uninstall it, or leave "
+                    f"plugin {name!r} ({point.value}) cannot be loaded: {error!r}; fix or uninstall it, or leave "
                     f"it out of {PLUGINS_VARIABLE}"
                 ) from error
-            self._register(plugin, point.name)
+            source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
+            self._register(plugin, name, source)
 
-    def _register(self, plugin: Any, name: str | None) -> None:
+    def _register(self, plugin: Any, name: str | None, source: str) -> None:
         version = getattr(plugin, "HOOK_API_VERSION", hookspecs.HOOK_API_VERSION)
-        label = name or repr(plugin)
+        label = name or name_of(plugin)
         if version != hookspecs.HOOK_API_VERSION:
             raise PluginError(
                 f"plugin {label} was written for hook version {version!r}; this paged_backend has version "
                 f"{hookspecs.HOOK_API_VERSION}"
             )
+        if isinstance(plugin, type):
+            raise PluginError(f"plugin {label} is a class; pass an object of it, whose methods can be called")
         try:
-            self._pm.register(plugin, name)
+            registered = self._pm.register(plugin, name)
         except (ValueError, pluggy.PluginValidationError) as error:
             raise PluginError(f"plugin {label} cannot be registered: {error}") from error
+        self._sources[str(registered)] = source
 
     def _impls_of(self, name: str) -> list[Any]:
         """The hook's implementations in calling order; each is called by itself, so that one cannot stop another."""
@@ -101,44 +135,49 @@ class PluginManager:
     def notify(self, name: str, on_error: ErrorHandler, **kwargs: Any) -> None:
         """Tell every plugin that listens; one that raises is reported and the others still hear."""
         for impl in self._impls[name]:
-            self._call(impl, name, on_error, kwargs)
+            self._ask(impl, name, on_error, kwargs)
 
-    def first_opinion(self, name: str, on_error: ErrorHandler, **kwargs: Any) -> Any:
-        """The first answer that is not None, or None."""
+    def first_opinion(self, name: str, on_error: ErrorHandler, is_valid: Callable[[Any], bool], **kwargs: Any) -> Any:
+        """The first answer that is not None, or None; one that is not valid is reported and counts as None."""
         for impl in self._impls[name]:
-            answer = self._call(impl, name, on_error, kwargs)
-            if answer is not None:
+            answer = self._ask(impl, name, on_error, kwargs)
+            if answer is None or answer is FAILED:
+                continue
+            if is_valid(answer):
                 return answer
+            on_error(_label(impl), name, f"returned {describe(answer)}, which is no answer to this hook")
         return None
 
-    def _call(self, impl: Any, name: str, on_error: ErrorHandler, kwargs: Mapping[str, Any]) -> Any:
+    def _ask(self, impl: Any, name: str, on_error: ErrorHandler, kwargs: Mapping[str, Any]) -> Any:
+        self._print_call(impl, name, kwargs)
+        return call(on_error, _label(impl), name, lambda: impl.function(*(kwargs[key] for key in impl.argnames)))
+
+    def _print_call(self, impl: Any, name: str, kwargs: Mapping[str, Any]) -> None:
         if self._trace:
-            arguments = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
-            print(f"{hookspecs.PROJECT}: {impl.plugin_name}: {name}({arguments})", file=sys.stderr, flush=True)
-        try:
-            return impl.function(*(kwargs[argument] for argument in impl.argnames))
-        except Exception as error:
-            on_error(impl.plugin_name, name, error)
-            return None
+            arguments = ", ".join(f"{key}={describe(value)}" for key, value in kwargs.items())
+            print(f"{hookspecs.PROJECT}: {_label(impl)}: {name}({arguments})", file=sys.stderr, flush=True)
 
     def _collect(self, kind: str) -> dict[str, tuple[Any, str]]:
         """Registered names of one kind, each with what it stands for and the plugin it came from."""
         found: dict[str, tuple[Any, str]] = {}
-        for impl in getattr(self._pm.hook, f"register_{kind}s").get_hookimpls():
+        hook = f"register_{kind}s"
+        for impl in getattr(self._pm.hook, hook).get_hookimpls():
+            source = _label(impl)
 
-            def register(name: str, value: Any, source: str = impl.plugin_name) -> None:
+            def register(name: str, value: Any, source: str = source) -> None:
                 if not isinstance(name, str) or not name or ":" in name:
                     raise PluginError(f"plugin {source} registers {kind} {name!r}; a name is a string without a colon")
                 if name in found:
                     raise PluginError(f"{kind} {name!r} is registered by both {found[name][1]} and {source}")
                 found[name] = (value, source)
 
+            self._print_call(impl, hook, {"register": register})
             try:
-                impl.function(register)
-            except PluginError:
+                impl.function(*[register][: len(impl.argnames)])
+            except (PluginError, KeyboardInterrupt):
                 raise
-            except Exception as error:
-                raise PluginError(f"plugin {impl.plugin_name} failed in register_{kind}s: {error!r}") from error
+            except BaseException as error:
+                raise PluginError(f"plugin {source} failed in {hook}: {error!r}") from error
         return found
 
     def names(self, kind: str) -> dict[str, str]:
@@ -149,9 +188,33 @@ class PluginManager:
     def plugins(self) -> list[str]:
         return [name for name, _ in self._pm.list_name_plugin()]
 
+    def describe(self) -> list[PluginInfo]:
+        """The loaded plugins in order of registration, and where each comes from."""
+        return [
+            PluginInfo(
+                name=_readable(name, plugin),
+                source=self._sources[name],
+                location=getattr(sys.modules.get(getattr(plugin, "__module__", "") or name, plugin), "__file__", None),
+                hooks=tuple(sorted(caller.name for caller in self._pm.get_hookcallers(plugin) or ())),
+                names={
+                    kind: tuple(n for n, source in self.names(kind).items() if source == _readable(name, plugin))
+                    for kind in KINDS
+                },
+            )
+            for name, plugin in self._pm.list_name_plugin()
+        ]
+
     def scheduler(self, value: Any, options: Mapping[str, Any]) -> SchedulingPolicy:
         """The scheduling policy that ``value`` names, or is."""
-        return self._policy("scheduler", value, options, SchedulingPolicy)
+        policy = self._policy("scheduler", value, options, SchedulingPolicy)
+        try:
+            count = len(policy)
+        except Exception:
+            # An engine finds out, and can go on without it.
+            count = 0
+        if count:
+            raise ConfigError(f"scheduler={policy!r} has {count} requests already; an object serves one engine")
+        return policy
 
     def eviction_factory(self, value: Any, options: Mapping[str, Any]) -> Callable[[], EvictionPolicy]:
         """A function that makes one eviction policy per KV group."""
@@ -164,9 +227,14 @@ class PluginManager:
 
     def block_size_rule(self, value: Any) -> int | BlockSizeRule:
         """A number, or the rule that ``value`` names or is."""
+        if isinstance(value, str):
+            value = self._lookup("block_size", value)
         if isinstance(value, int):
             return check_block_size(value)
-        return self._lookup("block_size", value) if isinstance(value, str) else value
+        if not callable(value):
+            raise ConfigError(f"block_size={value!r} is neither a number, a name nor a rule (shape, device) -> int")
+        rule: BlockSizeRule = value
+        return rule
 
     def _policy(self, kind: str, value: Any, options: Mapping[str, Any], base: type) -> Any:
         if isinstance(value, str):
@@ -181,12 +249,14 @@ class PluginManager:
             raise ConfigError(f"{kind}={value!r} is neither a name, a class nor a {base.__name__}")
         try:
             policy = value(**options)
-        except TypeError as error:
+        except ConfigError:
+            raise
+        except Exception as error:
             raise ConfigError(
-                f"{kind} {_name(value)} does not take {kind}_options={dict(options)!r}: {error}"
+                f"{kind} {name_of(value)} cannot be made with {kind}_options={dict(options)!r}: {error}"
             ) from error
         if not isinstance(policy, base):
-            raise ConfigError(f"{kind} {_name(value)} made {policy!r}, which is no {base.__name__}")
+            raise ConfigError(f"{kind} {name_of(value)} made {policy!r}, which is no {base.__name__}")
         return policy
 
     def _lookup(self, kind: str, name: str) -> Any:
@@ -199,6 +269,15 @@ class PluginManager:
         return _import(kind, value) if isinstance(value, str) else value
 
 
+def _label(impl: Any) -> str:
+    return _readable(impl.plugin_name, impl.plugin)
+
+
+def _readable(name: str, plugin: Any) -> str:
+    """pluggy calls an object that was given no name by its number."""
+    return name_of(plugin) if name == str(id(plugin)) else name
+
+
 def _import(kind: str, path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
@@ -208,7 +287,3 @@ def _import(kind: str, path: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise UnknownPolicy(f"{kind} {path!r} cannot be imported: {error}") from error
     return value
-
-
-def _name(value: Any) -> str:
-    return value.__name__ if inspect.isclass(value) or inspect.isfunction(value) else repr(value)

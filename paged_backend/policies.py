@@ -2,145 +2,196 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from paged_backend.request import Request
+from paged_backend.lazy_heap import LazyHeap as LazyHeap
+from paged_backend.request_view import RequestView as RequestView
 
 
 class SchedulingPolicy(ABC):
     """Owns the order of the waiting requests; the engine decides how much fits and checks every answer.
 
-    Requests are read, never changed, by a policy. Times are seconds of the engine's clock. Ten thousand waiting
-    requests are normal: ``add`` and ``remove`` should cost O(log n), ``candidates`` should be lazy.
+    One object serves one engine. It reads requests through views that cannot be changed, and must not call the engine.
+    Times are seconds of the engine's clock. Ten thousand waiting requests are normal: ``add`` and ``remove`` should
+    cost O(log n), ``candidates`` should be lazy.
 
     lookahead: how many requests that do not fit may be passed over for one behind them in a step; each passing counts
-    in ``Request.overtaken``. 0 means that whoever is first blocks the rest until it fits.
+    in ``RequestView.overtaken``. 0 means that whoever is first blocks the rest until it fits.
     """
 
     lookahead: int = 8
 
     @abstractmethod
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: RequestView, now: float) -> None:
         """``request`` waits from now on: it is new, or was preempted (``request.num_preemptions`` is above 0)."""
 
     @abstractmethod
-    def remove(self, request: Request) -> None:
-        """``request`` no longer waits: admitted, aborted or timed out."""
+    def remove(self, request: RequestView) -> None:
+        """``request`` no longer waits: it was admitted, or it ends; ``request.is_waiting`` is False when admitted."""
 
     @abstractmethod
-    def candidates(self, now: float) -> Iterator[Request]:
+    def candidates(self, now: float) -> Iterator[RequestView]:
         """The waiting requests, best first. The engine takes what fits and may stop at any point.
 
-        The engine calls ``remove`` for an admitted request only after it is done iterating.
+        ``add`` and ``remove`` are called only once the engine is done iterating. Whether the request yielded last was
+        admitted shows in its ``is_waiting`` when the next one is asked for. Requests that are not yielded are held
+        back; see ``next_wakeup``.
         """
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many requests wait."""
+        """How many requests wait, those held back included."""
 
-    def rank_prefills(self, prefilling: Sequence[Request], now: float) -> Sequence[Request]:
-        """Who among half-prefilled requests gets the step's token budget first. Default: in order of admission."""
+    def rank_prefills(self, prefilling: Sequence[RequestView], now: float) -> Sequence[RequestView]:
+        """Who gets the step's token budget first, among requests whose prompt is not computed yet.
+
+        They come in order of admission; a waiting request that would begin now may stand at the end, so that it can be
+        ranked before a half-computed prompt. Default: as they come.
+        """
         return prefilling
 
-    def victim(self, running: Sequence[Request], now: float) -> Request:
+    def victim(self, running: Sequence[RequestView], now: float) -> RequestView:
         """Who of ``running`` (in order of admission) gives up its blocks when memory runs out. Default: the newest."""
         return running[-1]
 
-    def preempts(self, candidate: Request, running: Sequence[Request], now: float) -> Request | None:
-        """A running request to set aside so that ``candidate`` can run though seats or blocks are taken, or None."""
+    def preempts(self, candidate: RequestView, running: Sequence[RequestView], now: float) -> RequestView | None:
+        """A running request to set aside so that ``candidate`` can run though seats or blocks are taken.
+
+        Asked again, with the rest of ``running``, until ``candidate`` fits; with None before that nobody is set aside.
+        Default: None.
+        """
         return None
 
-    def on_tokens(self, request: Request, num_tokens: int, now: float) -> None:  # noqa: B027
-        """``request`` was served ``num_tokens`` (prompt tokens computed, or one generated): for fairness."""
+    def next_wakeup(self, now: float) -> float | None:
+        """When ``candidates`` will yield somebody though nothing arrives; asked when nothing runs and none was yielded.
+
+        A time after ``now`` and within a minute of the first such answer; the engine sleeps until then, unless it
+        knows that nothing more will come. Default: None, and the engine starts the earliest arrivals.
+        """
+        return None
+
+    def doomed(self, now: float) -> Iterable[RequestView]:
+        """Waiting requests to give up: they end with ``"timeout"``. Asked at every step. Default: none."""
+        return ()
+
+    def on_tokens(self, request: RequestView, num_tokens: int, now: float) -> None:  # noqa: B027
+        """A step computed ``num_tokens`` tokens of ``request``; with ``num_uncomputed_tokens`` 0 it generates one."""
+
+    def on_step(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:  # noqa: B027
+        """A step took ``seconds`` for this many decoded requests and prompt tokens."""
+
+    def on_finished(self, request: RequestView, now: float) -> None:  # noqa: B027
+        """``request`` ended for whatever reason; called after ``remove`` if it still waited."""
 
 
 class KeyedPolicy(SchedulingPolicy):
-    """Orders waiting requests by a key that is fixed while a request waits; a heap with lazy deletion.
+    """Orders waiting requests by a key that is fixed while a request waits: a policy in ten lines.
 
-    A policy is ten lines: return the key. Ties go to the earlier arrival. A preempted request keeps its arrival
-    order, so it comes back ahead of later arrivals with an equal key.
+    Ties go to the earlier arrival. A preempted request keeps its place among arrivals, so it comes back ahead of later
+    arrivals with an equal key.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[Any, int, int, Request]] = []
-        self._tickets: dict[int, int] = {}
-        self._ticket = 0
-
     @abstractmethod
-    def key(self, request: Request) -> Any:
-        """What to sort by, smallest first; must not change while the request waits."""
+    def key(self, request: RequestView) -> Any:
+        """What to sort by, smallest first; asked once each time the request begins to wait."""
 
-    def add(self, request: Request, now: float) -> None:
-        self._ticket += 1
-        self._tickets[request.order] = self._ticket
-        heapq.heappush(self._heap, (self.key(request), request.order, self._ticket, request))
+    @cached_property
+    def _waiting(self) -> LazyHeap[RequestView]:
+        return LazyHeap()
 
-    def remove(self, request: Request) -> None:
-        self._tickets.pop(request.order, None)
+    def add(self, request: RequestView, now: float) -> None:
+        """O(log n)."""
+        self._waiting.push(request.order, self.key(request), request)
 
-    def candidates(self, now: float) -> Iterator[Request]:
-        popped = []
-        try:
-            while self._heap:
-                entry = heapq.heappop(self._heap)
-                request = entry[3]
-                if self._tickets.get(request.order) != entry[2]:
-                    continue
-                popped.append(entry)
-                yield request
-        finally:
-            for entry in popped:
-                heapq.heappush(self._heap, entry)
+    def remove(self, request: RequestView) -> None:
+        """O(log n) amortised."""
+        self._waiting.discard(request.order)
+
+    def candidates(self, now: float) -> Iterator[RequestView]:
+        """O(log n) for each one asked for."""
+        return self._waiting.ascending()
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._waiting)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CachedBlock:
     """A block that no request uses but whose contents may be reused.
 
     id: the block's number, unique within its policy. depth: full blocks before it in its prefix. hits: how often
-    its contents were reused. last_used: seconds. priority: that of the request that used it last.
+    its contents were reused. created: position by the time its contents were first computed, smaller is older.
+    last_used: seconds. priority: that of the request that used it last.
     """
 
     id: int
     depth: int
     hits: int
+    created: int
     last_used: float
     priority: int = 0
 
 
 class EvictionPolicy(ABC):
-    """Owns the order of the cached blocks that no request uses; one object per KV group. Every call is per block,
-    so it should cost O(1) or O(log n).
+    """Owns the order of the cached blocks that may be dropped; one object per KV group.
 
-    The engine adds the blocks of a freed request tail first, and refuses to drop a block before its descendants.
+    The engine offers a block when no request uses it and nothing cached hangs on it, so a prefix goes end first and
+    any order is a sound one. Every call is per block and should cost O(1) or O(log n).
     """
 
     @abstractmethod
-    def add(self, block: CachedBlock, now: float) -> None:
-        """The block's last user left."""
+    def add(self, block: CachedBlock) -> None:
+        """The block may be dropped from now on."""
 
     @abstractmethod
     def remove(self, block: CachedBlock) -> None:
-        """The block is in use again, or gone."""
+        """The block is in use again, pinned, or gone."""
 
     @abstractmethod
     def evict(self) -> int:
         """The id of the block to drop next. The engine answers with ``remove`` once it is gone."""
 
 
+class KeyedEviction(EvictionPolicy):
+    """Drops the block with the smallest key; the key is fixed while the block is on offer."""
+
+    @abstractmethod
+    def key(self, block: CachedBlock) -> Any:
+        """What to sort by, smallest goes first; asked when the block is added."""
+
+    @cached_property
+    def _blocks(self) -> LazyHeap[CachedBlock]:
+        return LazyHeap()
+
+    def add(self, block: CachedBlock) -> None:
+        """O(log n)."""
+        self._blocks.push(block.id, self.key(block), block)
+
+    def remove(self, block: CachedBlock) -> None:
+        """O(log n) amortised."""
+        self._blocks.discard(block.id)
+
+    def evict(self) -> int:
+        """O(log n) amortised."""
+        first = self._blocks.first()
+        if first is None:
+            raise LookupError("no block is on offer")
+        return first[1].id
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """What a block-size rule may want to know. num_layers counts attention layers; dims are those of the first."""
+    """What a block-size rule may want to know. num_layers counts attention layers; dims are those of the first.
+
+    decode_seconds: measures the model's own decode attention: ``decode_seconds(block_size, context_len, num_seqs)`` is
+    the seconds that one layer takes for one step of ``num_seqs`` requests with ``context_len`` tokens each.
+    """
 
     num_layers: int
     num_heads: int
@@ -148,6 +199,7 @@ class ModelShape:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    decode_seconds: Callable[[int, int, int], float]
     max_positions: int | None = None
 
 

@@ -2,121 +2,224 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Generator, Iterable, Sequence
+from itertools import islice
+from time import perf_counter
 from typing import Any
 
-from paged_backend.policies import SchedulingPolicy
+from paged_backend.policies import RequestView, SchedulingPolicy
+from paged_backend.policy_errors import FAILED, ErrorHandler, ask, call, describe, report_if_slow
 from paged_backend.request import Request
+
+# Longer than this nobody is held back while nothing runs, whatever the policy says.
+MAX_HOLD_S = 60.0
 
 
 class PolicyGuard:
     """Holds the waiting requests itself; the policy's answers are advice.
 
-    An exception or an impossible answer is reported through ``on_error(policy, method, error)`` and the built-in rule
-    (first come, first served; the newest is the victim) takes over for that question.
+    The policy sees views, so it cannot change a request. An exception or an impossible answer is reported through
+    ``on_error(policy, method, error)`` and the built-in rule (first come, first served; the newest is the victim) takes
+    over for that question.
     """
 
-    def __init__(self, policy: SchedulingPolicy, on_error: Callable[[object, str, BaseException | str], None]) -> None:
+    def __init__(self, policy: SchedulingPolicy, on_error: ErrorHandler) -> None:
         self.policy = policy
         self._on_error = on_error
-        self._waiting: dict[int, Request] = {}
-        self._counts_tokens = getattr(type(policy), "on_tokens", None) is not SchedulingPolicy.on_tokens
+        self._waiting: dict[RequestView, Request] = {}
+        # Requests that the policy does not know, because its add() failed.
+        self._lost: dict[RequestView, Request] = {}
+        self._held_since: float | None = None
+        self.ranks_prefills = self._overrides("rank_prefills")
+        self.can_preempt = self._overrides("preempts")
+        self._counts_tokens = self._overrides("on_tokens")
+        self._counts_steps = self._overrides("on_step")
+        self._hears_of_ends = self._overrides("on_finished")
+        self._names_doomed = self._overrides("doomed")
+        self._holds_back = self._overrides("next_wakeup")
+
+    def _overrides(self, method: str) -> bool:
+        default = getattr(SchedulingPolicy, method)
+        in_class = getattr(type(self.policy), method, default) is not default
+        return in_class or method in getattr(self.policy, "__dict__", ())
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __contains__(self, request: Request) -> bool:
-        return request.order in self._waiting
+        return request.view in self._waiting
 
     @property
     def waiting(self) -> list[Request]:
         """The waiting requests by arrival."""
-        return [self._waiting[order] for order in sorted(self._waiting)]
+        return sorted(self._waiting.values(), key=lambda request: request.order)
 
     @property
     def lookahead(self) -> int:
-        value = self.policy.lookahead
+        value = call(self._on_error, self.policy, "lookahead", lambda: self.policy.lookahead)
         if isinstance(value, int) and value >= 0:
             return value
-        self._on_error(self.policy, "lookahead", f"is {value!r}; it must be an int of at least 0")
+        if value is not FAILED:
+            self._report("lookahead", f"is {describe(value)}; it must be an int of at least 0")
         return SchedulingPolicy.lookahead
 
     def add(self, request: Request, now: float) -> None:
-        self._waiting[request.order] = request
-        self._ask("add", request, now)
+        """``request`` waits."""
+        self._waiting[request.view] = request
+        if self._ask("add", request.view, now) is FAILED:
+            self._lost[request.view] = request
 
     def remove(self, request: Request) -> None:
-        del self._waiting[request.order]
-        self._ask("remove", request)
+        """``request`` was admitted or ends."""
+        del self._waiting[request.view]
+        self._held_since = None
+        if self._lost.pop(request.view, None) is None:
+            self._ask("remove", request.view)
 
     def candidates(self, now: float) -> Generator[Request]:
         """The policy's order as far as it is sound, then the rest of the waiting requests by arrival."""
-        seen: set[int] = set()
-        iterator: Any = None
-        try:
-            iterator = iter(self.policy.candidates(now))
-            for request in iterator:
-                problem = self._problem(request, seen)
-                if problem is not None:
-                    self._on_error(self.policy, "candidates", problem)
-                    break
-                seen.add(request.order)
-                yield request
-            else:
-                # A policy may hold requests back on purpose.
+        seen = set(self._lost)
+        yield from list(self._lost.values())
+        if (yield from self._offered(seen, now)):
+            if len(seen) == len(self._waiting):
                 return
-        except Exception as error:
-            self._on_error(self.policy, "candidates", error)
-        finally:
-            close = getattr(iterator, "close", None)
-            if close is not None:
-                close()
-        for request in self.waiting:
-            if request.order not in seen:
-                yield request
+            # A policy may hold requests back on purpose, but then it counts them.
+            count = self._ask("__len__")
+            if count == len(self._waiting) - len(self._lost):
+                return
+            if count is not FAILED:
+                self._report("__len__", f"returned {describe(count)}, but {len(self._waiting)} requests wait")
+        yield from (request for request in self.by_arrival() if request.view not in seen)
 
-    def _problem(self, request: object, seen: set[int]) -> str | None:
-        if not isinstance(request, Request) or self._waiting.get(request.order) is not request:
-            return f"yielded {request!r}, which does not wait"
-        if request.order in seen:
-            return f"yielded {request!r} twice"
-        return None
+    def by_arrival(self) -> Generator[Request]:
+        """The built-in order."""
+        yield from self.waiting
+
+    def _offered(self, seen: set[RequestView], now: float) -> Generator[Request, None, bool]:
+        """What the policy yields; returns whether it ended well."""
+        answer = self._ask("candidates", now)
+        if answer is FAILED:
+            return False
+        iterator: Any = call(self._on_error, self.policy, "candidates", lambda: iter(answer))
+        if iterator is FAILED:
+            return False
+        end = object()
+        try:
+            while True:
+                view = call(self._on_error, self.policy, "candidates", lambda: next(iterator, end))
+                if view is end or view is FAILED:
+                    return view is end
+                request = self._waiting_request(view)
+                if request is None:
+                    self._report("candidates", f"yielded {describe(view)}, which does not wait")
+                    return False
+                if view in seen:
+                    self._report("candidates", f"yielded {describe(view)} twice")
+                    return False
+                seen.add(view)
+                yield request
+        finally:
+            call(self._on_error, self.policy, "candidates", lambda: getattr(iterator, "close", _do_nothing)())
+
+    def _waiting_request(self, view: object) -> Request | None:
+        """The waiting request that ``view`` shows, if it shows one."""
+        return self._waiting.get(view) if type(view) is RequestView else None
 
     def rank_prefills(self, prefilling: Sequence[Request], now: float) -> list[Request]:
-        answer = self._ask("rank_prefills", list(prefilling), now)
-        known = set(prefilling)
-        try:
-            ranked = list(dict.fromkeys(answer))
-        except TypeError:
-            ranked = [None]
-        if any(request not in known for request in ranked) or len(ranked) != len(answer):
-            self._on_error(
-                self.policy, "rank_prefills", f"returned {answer!r}, not an order of the requests it was given"
-            )
+        """The order in which these requests get the token budget; those that the policy leaves out come last."""
+        if not self.ranks_prefills or len(prefilling) < 2:
             return list(prefilling)
-        return ranked + [request for request in prefilling if request not in set(ranked)]
+        requests = {request.view: request for request in prefilling}
+        answer = self._several("rank_prefills", len(requests), list(requests), now)
+        if answer is None:
+            return list(prefilling)
+        ranked = {view: requests[view] for view in answer if type(view) is RequestView and view in requests}
+        if len(ranked) != len(answer):
+            self._report("rank_prefills", f"returned {describe(answer)}, not an order of the requests it was given")
+            return list(prefilling)
+        return list({**ranked, **requests}.values())
 
     def victim(self, running: Sequence[Request], now: float) -> Request:
-        answer = self._ask("victim", list(running), now)
-        if any(answer is request for request in running):
-            return answer
-        self._on_error(self.policy, "victim", f"returned {answer!r}, which is not running")
-        return running[-1]
+        """Who of ``running`` gives up its blocks."""
+        return self._one_of(running, "victim", now) or running[-1]
 
     def preempts(self, candidate: Request, running: Sequence[Request], now: float) -> Request | None:
-        answer = self._ask("preempts", candidate, list(running), now)
-        if answer is None or any(answer is request for request in running):
+        """Whom the policy would set aside for ``candidate``, if anybody."""
+        return self._one_of(running, "preempts", now, candidate.view) if running else None
+
+    def _one_of(self, running: Sequence[Request], method: str, now: float, *args: Any) -> Request | None:
+        answer = self._ask(method, *args, [request.view for request in running], now)
+        chosen = next((request for request in running if request.view is answer), None)
+        if chosen is None and answer is not FAILED and (answer is not None or method == "victim"):
+            self._report(method, f"returned {describe(answer)}, which is not running")
+        return chosen
+
+    def hold_until(self, now: float) -> float | None:
+        """Until when the policy keeps everybody waiting though nothing runs; None when somebody must start now."""
+        answer = self._ask("next_wakeup", now) if self._holds_back else None
+        if self._held_since is None:
+            self._held_since = now
+        if answer is FAILED:
+            return None
+        latest = self._held_since + MAX_HOLD_S
+        if isinstance(answer, (int, float)) and math.isfinite(answer) and now < answer <= latest:
             return answer
-        self._on_error(self.policy, "preempts", f"returned {answer!r}, which is not running")
+        self._report(
+            "next_wakeup",
+            f"returned {describe(answer)} at {now} while {len(self)} requests wait and nothing runs; it must name a "
+            f"time after now, at most {MAX_HOLD_S:g} s after it began to hold them back",
+        )
         return None
 
-    def on_tokens(self, request: Request, num_tokens: int, now: float) -> None:
-        if self._counts_tokens:
-            self._ask("on_tokens", request, num_tokens, now)
+    def doomed(self, now: float) -> list[Request]:
+        """Waiting requests that the policy gives up."""
+        if not self._names_doomed or not self._waiting:
+            return []
+        answer = self._several("doomed", len(self._waiting), now) or []
+        requests = [self._waiting_request(view) for view in answer]
+        if None in requests or len(set(requests)) != len(requests):
+            self._report("doomed", f"returned {describe(answer)}, not a set of waiting requests")
+            return []
+        return [request for request in requests if request is not None]
+
+    def on_tokens(self, counts: Iterable[tuple[Request, int]], now: float) -> None:
+        """A step computed this many tokens of each request."""
+        if not self._counts_tokens:
+            return
+        start = perf_counter()
+        for request, num_tokens in counts:
+            try:
+                self.policy.on_tokens(request.view, num_tokens, now)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self._report("on_tokens", error)
+        report_if_slow(self._on_error, self.policy, "on_tokens", perf_counter() - start)
+
+    def on_step(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
+        """A step is over."""
+        if self._counts_steps:
+            self._ask("on_step", num_decodes, num_prefill_tokens, seconds)
+
+    def on_finished(self, request: Request, now: float) -> None:
+        """A request ended."""
+        if self._hears_of_ends:
+            self._ask("on_finished", request.view, now)
+
+    def _several(self, method: str, at_most: int, *args: Any) -> list[Any] | None:
+        """An answer of several things as a list, None if it is none; an endless one is cut short."""
+        answer = self._ask(method, *args)
+        if answer is FAILED:
+            return None
+        items = call(self._on_error, self.policy, method, lambda: list(islice(iter(answer), at_most + 1)))
+        return None if items is FAILED else items
 
     def _ask(self, method: str, *args: Any) -> Any:
-        try:
-            return getattr(self.policy, method)(*args)
-        except Exception as error:
-            self._on_error(self.policy, method, error)
-            return None
+        return ask(self._on_error, self.policy, method, *args)
+
+    def _report(self, method: str, error: BaseException | str) -> None:
+        self._on_error(self.policy, method, error)
+
+
+def _do_nothing() -> None: ...

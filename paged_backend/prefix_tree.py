@@ -9,16 +9,20 @@ class PrefixNode:
     """One full block of tokens after the prefix its ancestors spell; ``blocks[g]`` holds it in KV group g, or is None.
 
     A node is found by comparing token ids, never by a hash alone, so two prefixes cannot be taken for each other.
+
+    held_children: per group, how many of the children are held by a block. created: position among all nodes by age.
     """
 
-    __slots__ = ("blocks", "children", "depth", "hits", "parent", "tokens")
+    __slots__ = ("blocks", "children", "created", "depth", "held_children", "hits", "parent", "tokens")
 
-    def __init__(self, parent: PrefixNode | None, tokens: tuple[int, ...], num_groups: int) -> None:
+    def __init__(self, parent: PrefixNode | None, tokens: tuple[int, ...], num_groups: int, created: int = 0) -> None:
         self.parent = parent
         self.tokens = tokens
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.blocks: list[int | None] = [None] * num_groups
+        self.held_children = [0] * num_groups
+        self.created = created
         self.hits = 0
 
 
@@ -29,6 +33,7 @@ class PrefixTree:
         self.num_groups = num_groups
         self.block_size = block_size
         self._roots: dict[str | None, PrefixNode] = {}
+        self._num_created = 0
 
     def root(self, salt: str | None) -> PrefixNode:
         node = self._roots.get(salt)
@@ -51,12 +56,25 @@ class PrefixTree:
         """The node of ``tokens`` after ``node``, made if it is new."""
         child = node.children.get(tokens)
         if child is None:
-            child = node.children[tokens] = PrefixNode(node, tokens, self.num_groups)
+            self._num_created += 1
+            child = node.children[tokens] = PrefixNode(node, tokens, self.num_groups, self._num_created)
         return child
 
+    def hold(self, node: PrefixNode, group: int, block: int) -> None:
+        """``block`` holds the node in ``group`` from now on."""
+        node.blocks[group] = block
+        if node.parent is not None:
+            node.parent.held_children[group] += 1
+
     def forget(self, node: PrefixNode, group: int) -> None:
-        """The node's block in ``group`` is gone; drop the node, and ancestors, that now lead nowhere."""
+        """The node's block in ``group`` is gone."""
         node.blocks[group] = None
+        if node.parent is not None:
+            node.parent.held_children[group] -= 1
+        self.prune(node)
+
+    def prune(self, node: PrefixNode) -> None:
+        """Drop the node, and its ancestors, that lead nowhere."""
         while node.parent is not None and not node.children and all(block is None for block in node.blocks):
             # A request may still stand on a dropped node; it is then off the tree and registers nothing more.
             parent = node.parent

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
+from paged_backend.request_view import RequestView
 from paged_backend.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -65,9 +66,20 @@ class RequestOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def snapshot(self) -> RequestOutput:
+        """A copy that shares nothing which grows or can be changed."""
+        return replace(
+            self,
+            prompt_token_ids=list(self.prompt_token_ids),
+            metrics=replace(self.metrics),
+            token_ids=list(self.token_ids),
+            new_token_ids=list(self.new_token_ids),
+            logprobs=None if self.logprobs is None else [dict(entry) for entry in self.logprobs],
+        )
+
 
 class Request:
-    """One sequence being generated. The scheduler, the block manager and the sampler fill it in; policies read it.
+    """One sequence being generated. The scheduler, the block manager and the sampler fill it in; plugins see a view.
 
     token_ids: prompt and output together. num_computed_tokens: how many of them have keys and values in the cache.
     num_scheduled_tokens: how many the current step feeds. num_lost_tokens: how many the last preemption took.
@@ -75,6 +87,7 @@ class Request:
     """
 
     __slots__ = (
+        "_view",
         "arrival_time",
         "cache_salt",
         "client_id",
@@ -93,6 +106,7 @@ class Request:
         "overtaken",
         "params",
         "priority",
+        "queue_limit",
         "request_id",
         "sampling_state",
         "seat",
@@ -115,6 +129,7 @@ class Request:
         priority: int = 0,
         deadline: float | None = None,
         time_limit: float | None = None,
+        queue_limit: float | None = None,
         client_id: str | None = None,
         cache_salt: str | None = None,
         stop_condition: Callable[[Request], bool] | None = None,
@@ -127,6 +142,7 @@ class Request:
         self.priority = priority
         self.deadline = deadline
         self.time_limit = time_limit
+        self.queue_limit = queue_limit
         self.client_id = client_id
         self.cache_salt = cache_salt
         self.stop_condition = stop_condition
@@ -145,6 +161,7 @@ class Request:
         self.seat: int | None = None
         self.forks: tuple[Request, ...] = ()
         self.sampling_state: Any = None
+        self._view: RequestView | None = None
         self.output = RequestOutput(request_id, index, prompt_token_ids, RequestMetrics(arrival_time))
 
     @property
@@ -168,6 +185,21 @@ class Request:
     def num_seats(self) -> int:
         """Rows of the batch that admitting it takes: its own and its forks'."""
         return 1 + len(self.forks)
+
+    @property
+    def view(self) -> RequestView:
+        """What policies and hooks get to see of this request."""
+        if self._view is None:
+            self._view = RequestView(self)
+        return self._view
+
+    def forget_view(self) -> None:
+        """Break the cycle with the view, so that a finished request goes with its last reference."""
+        self._view = None
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state is RequestState.WAITING
 
     @property
     def is_decoding(self) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from paged_backend.block_manager import BlockManager
+from paged_backend.block_manager import BlockManager, PrefixMatch
 from paged_backend.policy_guard import PolicyGuard
 from paged_backend.request import FinishReason, Request, RequestState
 
@@ -15,9 +15,11 @@ from paged_backend.request import FinishReason, Request, RequestState
 class ScheduledStep:
     """One step's work: every decode feeds one token; each prefill a chunk of ``request.num_scheduled_tokens``.
 
-    admitted, preempted: who began to run, and who had to stop with the number of blocks it gave up.
+    admitted, preempted: who began to run, and who had to stop with the number of blocks it gave up. time: when it was
+    planned, in seconds of the engine's clock.
     """
 
+    time: float = 0.0
     decodes: list[Request] = field(default_factory=list)
     prefills: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
@@ -47,7 +49,9 @@ class ScheduledStep:
 class Scheduler:
     """Every running decode first, then prefill chunks in the policy's order, then new requests while budget lasts.
 
-    ``running`` is in order of admission. The policy orders, the block manager gives blocks, the scheduler decides that
+    A policy that ranks prefills may put a new request ahead of half-computed prompts. ``running`` is in order of
+    admission. ``held_until`` is when to plan again if the policy holds everybody back while nothing runs, else None.
+    The policy orders, the block manager gives blocks, the scheduler decides that
     something always moves: whoever runs alone fits, and a victim comes back ahead of later arrivals.
     """
 
@@ -56,6 +60,9 @@ class Scheduler:
         self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: dict[Request, None] = {}
+        # Those of them whose prompt is not computed yet.
+        self._prefilling: dict[Request, None] = {}
+        self.held_until: float | None = None
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.num_prefix_hits = 0
@@ -72,15 +79,28 @@ class Scheduler:
         request.state = RequestState.WAITING
         self.policy.add(request, now)
 
-    def schedule(self, now: float) -> ScheduledStep:
-        """Plan one step. Nothing is lost if the step is never carried out: it is planned again."""
-        step = ScheduledStep()
+    def schedule(self, now: float, *, drain: bool = False) -> ScheduledStep:
+        """Plan one step. Nothing is lost if the step is never carried out: it is planned again.
+
+        drain: nothing more will arrive, so a policy that waits for more company is not waited for.
+        """
+        step = ScheduledStep(now)
         for request in self.running:
             request.num_scheduled_tokens = 0
         self._schedule_decodes(step, now)
-        budget = self._schedule_prefills(step, now)
-        if not step.preempted:
-            self._admit(step, budget, now)
+        ranked = self.policy.rank_prefills([*self._prefilling], now)
+        prefilling, budget = list(ranked), self.max_num_batched_tokens
+        if not step.preempted and (self.policy.can_preempt or self._free_seats() > 0):
+            budget = self._admit(step, self.policy.candidates(now), prefilling, budget, now)
+        budget = self._feed(prefilling, budget, step)
+        if not step and self._prefilling:
+            first = next(request for request in [*ranked, *self._prefilling] if request in self._prefilling)
+            self._make_progress(first, step, now)
+        self.held_until = None
+        if len(self.policy) and not self.running and not step.preempted:
+            self.held_until = None if drain else self.policy.hold_until(now)
+            if self.held_until is None:
+                self._admit(step, self.policy.by_arrival(), [], budget, now)
         for request in step.requests:
             request.last_scheduled_time = now
         return step
@@ -93,23 +113,20 @@ class Scheduler:
                 request.num_scheduled_tokens = 1
         step.decodes = [r for r in self.running if r.state is RequestState.DECODE and r.num_scheduled_tokens]
 
-    def _schedule_prefills(self, step: ScheduledStep, now: float) -> int:
-        """Feed half-prefilled requests; returns the token budget that is left."""
-        budget = self.max_num_batched_tokens
-        prefilling = [r for r in self.running if r.state is RequestState.PREFILL]
-        if not prefilling:
-            return budget
-        ranked = self.policy.rank_prefills(prefilling, now)
-        for request in ranked:
-            if budget and request.state is RequestState.PREFILL:
-                budget -= self._schedule_chunk(request, budget, step)
-        if not step:
-            # Nothing decodes and no chunk finds blocks: the others make room for the first.
-            request = ranked[0]
-            chunk = min(request.num_uncomputed_tokens, budget)
-            if self._make_room(request, request.num_computed_tokens + chunk, step, now):
+    def _feed(self, prefilling: Sequence[Request], budget: int, step: ScheduledStep) -> int:
+        """Give half-prefilled requests their chunks, first come first served; returns the token budget that is left."""
+        for request in prefilling:
+            if not budget:
+                break
+            if request.state is RequestState.PREFILL and not request.num_scheduled_tokens:
                 budget -= self._schedule_chunk(request, budget, step)
         return budget
+
+    def _make_progress(self, request: Request, step: ScheduledStep, now: float) -> None:
+        """Nothing decodes and no chunk found blocks: the others make room for ``request``."""
+        chunk = min(request.num_uncomputed_tokens, self.max_num_batched_tokens)
+        if self._make_room(request, request.num_computed_tokens + chunk, step, now):
+            self._schedule_chunk(request, chunk, step)
 
     def _schedule_chunk(self, request: Request, budget: int, step: ScheduledStep) -> int:
         chunk = min(request.num_uncomputed_tokens, budget)
@@ -133,6 +150,10 @@ class Scheduler:
 
     def preempt(self, request: Request, step: ScheduledStep, now: float) -> None:
         """Take all blocks of ``request``; it waits again and keeps its tokens."""
+        self._stop(request, step, now)
+        self.add(request, now)
+
+    def _stop(self, request: Request, step: ScheduledStep, now: float) -> None:
         num_blocks = self.blocks.num_held(request)
         self._stop_running(request, now)
         request.num_preemptions += 1
@@ -144,82 +165,128 @@ class Scheduler:
         if request in step.prefills:
             step.prefills.remove(request)
         step.preempted.append((request, num_blocks))
-        self.add(request, now)
+        request.state = RequestState.WAITING
 
-    def _admit(self, step: ScheduledStep, budget: int, now: float) -> None:
+    def _admit(
+        self,
+        step: ScheduledStep,
+        candidates: Generator[Request],
+        prefilling: list[Request],
+        budget: int,
+        now: float,
+    ) -> int:
+        """Let candidates begin while budget lasts, after those of ``prefilling`` that go first; returns what is left.
+
+        ``prefilling`` keeps those that were not ranked before any candidate.
+        """
         passed_over: list[Request] = []
-        promised = self._promised_blocks()
+        set_aside: list[Request] = []
         lookahead = self.policy.lookahead
-        with closing(self.policy.candidates(now)) as candidates:
-            for request in candidates:
-                if not budget:
-                    break
-                if not self._start(request, promised):
-                    victim = self._set_aside(request, step, now)
-                    if victim is None or not self._start(request, promised):
+        try:
+            with closing(candidates):
+                for request in candidates:
+                    budget = self._feed(self._ahead_of(request, prefilling, now), budget, step)
+                    if not budget:
+                        break
+                    victims = self._victims_for(request, step, now)
+                    for victim in victims:
+                        self._stop(victim, step, now)
+                    set_aside += victims
+                    if not self._start(request):
                         passed_over.append(request)
                         if len(passed_over) > lookahead:
                             break
                         continue
-                for overtaken in passed_over:
-                    overtaken.overtaken += 1
-                step.admitted.append(request)
-                budget -= self._schedule_chunk(request, budget, step)
-                if request.num_uncomputed_tokens > request.num_scheduled_tokens:
-                    for g, need in enumerate(self.blocks.still_needed(request)):
-                        promised[g] += need
-        for request in step.admitted:
-            if request in self.policy:
-                self.policy.remove(request)
+                    for overtaken in passed_over:
+                        overtaken.overtaken += 1
+                    step.admitted.append(request)
+                    budget -= self._schedule_chunk(request, budget, step)
+        finally:
+            # The policy's books change only when it is done iterating.
+            for request in step.admitted:
+                if request in self.policy:
+                    self.policy.remove(request)
+            for request in set_aside:
+                self.policy.add(request, now)
+        return budget
 
-    def _set_aside(self, candidate: Request, step: ScheduledStep, now: float) -> Request | None:
-        """Preempt the running request that the policy would rather see ``candidate`` run instead of, if any."""
-        running = [r for r in self.running if r not in step.admitted]
-        victim = self.policy.preempts(candidate, running, now) if running else None
-        if victim is not None:
-            self.preempt(victim, step, now)
-        return victim
+    def _ahead_of(self, candidate: Request, prefilling: list[Request], now: float) -> list[Request]:
+        """Take those out of ``prefilling`` that get budget before ``candidate`` does."""
+        ahead = [request for request in prefilling if request in self._prefilling]
+        if ahead and self.policy.ranks_prefills:
+            ranked = self.policy.rank_prefills([*ahead, candidate], now)
+            ahead = ranked[: ranked.index(candidate)]
+        prefilling[:] = [request for request in prefilling if request not in ahead]
+        return ahead
 
-    def _start(self, request: Request, promised: Sequence[int]) -> bool:
-        """Let ``request`` run if a seat and enough blocks are there."""
-        if self._free_seats() < request.num_seats:
-            return False
+    def _victims_for(self, candidate: Request, step: ScheduledStep, now: float) -> list[Request]:
+        """The running requests that the policy sets aside for ``candidate``: enough for it to begin, or nobody."""
+        if not self.policy.can_preempt:
+            return []
+        # Whoever was set aside before is spared until it got something done, so that two cannot take turns for ever.
+        running = [r for r in self.running if r.tokens_since_admission > 0 or r.num_preemptions == 0]
+        running = [request for request in running if request not in step.admitted]
+        victims: list[Request] = []
+        while self._match_if_it_fits(candidate, victims) is None:
+            victim = self.policy.preempts(candidate, running, now)
+            if victim is None:
+                return []
+            running.remove(victim)
+            victims.append(victim)
+        return victims
+
+    def _match_if_it_fits(self, request: Request, victims: Sequence[Request] = ()) -> PrefixMatch | None:
+        """The cached beginning of ``request`` if a seat and enough blocks are there, given back by ``victims`` too."""
+        if self._free_seats() + sum(victim.num_seats for victim in victims) < request.num_seats:
+            return None
         match = self.blocks.match_prefix(request)
-        headroom = len(self.running)
-        if not self.blocks.can_admit(request, match, promised, headroom):
+        taken = self._promised_blocks(victims)
+        if victims:
+            taken = [promised - freed for promised, freed in zip(taken, self.blocks.freed_by(victims), strict=True)]
+        headroom = len(self.running) - len(victims)
+        return match if self.blocks.can_admit(request, match, taken, headroom) else None
+
+    def _start(self, request: Request) -> bool:
+        """Let ``request`` run if it fits."""
+        match = self._match_if_it_fits(request)
+        if match is None:
             return False
         self.blocks.admit(request, match)
         request.state = RequestState.PREFILL
         request.num_computed_tokens = request.num_cached_tokens = match.num_tokens
         request.tokens_since_admission = 0
-        self.running[request] = None
+        self.running[request] = self._prefilling[request] = None
         self.num_recomputed_tokens += max(0, request.num_lost_tokens - match.num_tokens)
         self.num_prefix_hits += match.num_tokens > 0
         self.num_cached_tokens += match.num_tokens
         return True
 
     def _free_seats(self) -> int:
-        return self.blocks.num_free_seats - sum(len(r.forks) for r in self.running if r.state is RequestState.PREFILL)
+        return self.blocks.num_free_seats - sum(len(request.forks) for request in self._prefilling)
 
-    def _promised_blocks(self) -> list[int]:
+    def _promised_blocks(self, but_for: Sequence[Request] = ()) -> list[int]:
         """Per group, the blocks that half-prefilled requests have yet to take."""
         promised = [0] * len(self.blocks.groups)
-        for request in self.running:
-            if request.state is RequestState.PREFILL:
+        for request in self._prefilling:
+            if request not in but_for:
                 for g, need in enumerate(self.blocks.still_needed(request)):
                     promised[g] += need
         return promised
 
     def commit(self, step: ScheduledStep, now: float) -> None:
         """Book the step's tokens as computed; a request whose prompt is done decodes, and its forks split off."""
-        for request in step.requests:
-            count, request.num_scheduled_tokens = request.num_scheduled_tokens, 0
+        counts = [(request, request.num_scheduled_tokens) for request in step.requests]
+        if step:
+            self.policy.on_step(len(step.decodes), step.num_prefill_tokens, now - step.time)
+        for request, count in counts:
+            request.num_scheduled_tokens = 0
             request.num_computed_tokens += count
             self.blocks.register(request)
             if request.state is RequestState.PREFILL and request.num_uncomputed_tokens == 0:
                 request.state = RequestState.DECODE
+                del self._prefilling[request]
                 self._split(request)
-            self.policy.on_tokens(request, count, now)
+        self.policy.on_tokens(counts, now)
 
     def _split(self, request: Request) -> None:
         forks, request.forks = request.forks, ()
@@ -234,6 +301,7 @@ class Scheduler:
         self.blocks.reset()
         requests = {r.order: r for r in [*self.running, *self.policy.waiting] if not r.is_finished}
         self.running.clear()
+        self._prefilling.clear()
         for order in sorted(requests):
             request = requests[order]
             request.num_computed_tokens = request.num_scheduled_tokens = 0
@@ -250,8 +318,10 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.output.finish_reason = reason
         request.output.metrics.finished_time = now
+        self.policy.on_finished(request, now)
 
     def _stop_running(self, request: Request, now: float) -> None:
         del self.running[request]
+        self._prefilling.pop(request, None)
         self.blocks.free(request, now)
         request.num_scheduled_tokens = 0

@@ -43,6 +43,8 @@ class SharedEngine:
         """
         if self._leading_thread == threading.get_ident():
             raise EngineClosed("the engine is in the middle of a step; what runs inside a step must not wait for it")
+        if not requests:
+            return []
         submission = _Submission(requests)
         try:
             with self._lock:
@@ -79,7 +81,7 @@ class SharedEngine:
             if submission.is_over:
                 return
             assert self.engine.has_unfinished_requests(), "the engine has lost a request"
-            self.engine.step()
+            self.engine.step(drain=True)
             self._settle()
 
     def _leave(self, submission: _Submission) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paged_backend.hookspecs import hookimpl
-from paged_backend.policies import KeyedPolicy
-from paged_backend.request import Request
+from paged_backend.policies import KeyedPolicy, RequestView
 
 
 class Fifo(KeyedPolicy):
@@ -19,7 +18,7 @@ class Fifo(KeyedPolicy):
 
     lookahead = 0
 
-    def key(self, request: Request) -> int:
+    def key(self, request: RequestView) -> int:
         return request.order
 
 

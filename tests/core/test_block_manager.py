@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paged_backend.block_manager import NO_BLOCK, BlockManager
-from paged_backend.errors import IntegrityError
+from paged_backend.errors import IntegrityError, RequestRefused
 from paged_backend.kv_cache import KVGroup
 from paged_backend.mask_rule import FULL, MaskRule
 from paged_backend.plugins.eviction import Lru
@@ -71,6 +71,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager = make_manager(layout, num_blocks, block_size)
         self.order = 0
         self.requests: list[Request] = []
+        self.pins: list[tuple[list[int], str | None]] = []
         # What each slot of each group holds: the prefix (salt included) whose last token was written there.
         self.slots: list[dict[int, tuple]] = [{} for _ in self.manager.groups]
 
@@ -149,6 +150,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.requests.remove(request)
         self.manager.free(request, float(self.order))
 
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from([None, "a"]))
+    def pin(self, tokens: list[int], salt: str | None) -> None:
+        try:
+            self.manager.pin(tokens, salt)
+        except RequestRefused:
+            return
+        self.pins.append((tokens, salt))
+
+    @precondition(lambda self: getattr(self, "pins", None))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        tokens, salt = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.manager.unpin(tokens, salt)
+
     @rule()
     def flush(self) -> None:
         self.manager.flush()
@@ -180,6 +195,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if hasattr(self, "manager"):
             for request in self.requests:
                 self.manager.free(request, 0.0)
+            for tokens, salt in self.pins:
+                self.manager.unpin(tokens, salt)
             self.manager.check_integrity()
             for pool in self.manager.pools:
                 assert pool.num_available == pool.num_blocks
@@ -370,7 +387,7 @@ def test_evicting_policy_that_answers_nonsense_is_reported_and_overruled():
 def test_parent_is_not_evicted_before_its_descendants_whatever_the_policy_says():
     class HeadFirst(Lru):
         def evict(self) -> int:
-            return next(reversed(self._blocks))
+            return head
 
     errors = []
     manager = make_manager("full", 4)
@@ -380,10 +397,33 @@ def test_parent_is_not_evicted_before_its_descendants_whatever_the_policy_says()
     start(manager, request)
     compute(manager, request, 12)
     compute(manager, request, 4)
+    head = manager._tables[request].blocks[0][0]
     manager.free(request, 0.0)
     pool.allocate()
-    assert errors
+    assert "no block on offer" in errors[0][2]
     assert manager.match_prefix(make_request([1] * 16, 1)).num_tokens == 12
+
+
+def test_policy_is_offered_a_prefix_from_its_end():
+    offered = []
+
+    class Recorder(Lru):
+        def add(self, block) -> None:
+            offered.append(block.depth)
+            super().add(block)
+
+    manager = make_manager("full", 3)
+    pool = manager.pools[0]
+    pool.policy = Recorder()
+    request = make_request([1] * 12, 0)
+    start(manager, request)
+    compute(manager, request, 12)
+    manager.free(request, 0.0)
+    assert offered == [2]
+    pool.allocate()
+    assert offered == [2, 1]
+    pool.allocate()
+    assert offered == [2, 1, 0]
 
 
 def test_tables_survive_random_traffic_of_many_requests():
@@ -407,3 +447,55 @@ def test_tables_survive_random_traffic_of_many_requests():
     for r in live:
         manager.free(r, 0.0)
     assert all(pool.num_available == pool.num_blocks for pool in manager.pools)
+
+
+def test_pinned_prefix_survives_traffic_of_many_times_the_cache():
+    manager = make_manager("full", 12)
+    assert manager.pin([1] * 10, None) == 8
+    for order in range(40):
+        request = make_request([1] * 9 if order == 0 else [2 + order] * 30, order)
+        assert manager.can_admit(request, manager.match_prefix(request), [0], 0)
+        start(manager, request)
+        while request.num_uncomputed_tokens:
+            compute(manager, request, min(MAX_CHUNK, request.num_uncomputed_tokens))
+        manager.free(request, float(order))
+        manager.check_integrity()
+    assert manager.match_prefix(make_request([1] * 9, 99)).num_tokens == 8
+    assert manager.unpin([1] * 10, None)
+    assert not manager.unpin([1] * 10, None)
+    assert manager.pools[0].num_available == 12
+
+
+def test_pins_cannot_take_the_room_that_requests_need():
+    manager = make_manager("full", 12)
+    assert manager.shortage(48) is None
+    manager.pin([1] * 24, None)
+    with pytest.raises(RequestRefused, match="at most 6"):
+        manager.pin([2] * 4, None)
+    assert manager.shortage(24) is None
+    assert "6 of them pinned" in manager.shortage(25)
+
+
+def test_pin_outlives_a_flush():
+    manager = make_manager("full", 12)
+    manager.pin([1] * 8, None)
+    manager.flush()
+    for order, tokens in enumerate([[1] * 9, [2] * 40]):
+        request = make_request(tokens, order)
+        start(manager, request)
+        while request.num_uncomputed_tokens:
+            compute(manager, request, min(MAX_CHUNK, request.num_uncomputed_tokens))
+        manager.free(request, 0.0)
+    assert manager.match_prefix(make_request([1] * 9, 9)).num_tokens == 8
+
+
+def test_requests_together_free_what_they_share():
+    manager = make_manager("full", 20)
+    first = make_request([1] * 12, 0)
+    start(manager, first)
+    compute(manager, first, 12)
+    second = make_request([1] * 12, 1)
+    start(manager, second)
+    compute(manager, second, 4)
+    assert manager.freed_by([first]) == [1]
+    assert manager.freed_by([first, second]) == [manager.pools[0].num_owned]

@@ -1,0 +1,110 @@
+"""PolicyErrors: what policies and plugins did wrong, counted, named once in the log, and raised for who asks for it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from paged_backend.errors import PluginError
+
+logger = logging.getLogger("paged_backend")
+
+# Wall seconds that one answer may take before it is reported; a step takes 5 to 100 ms.
+SLOW_S = 0.1
+MAX_REPR = 200
+
+ErrorHandler = Callable[[object, str, "BaseException | str"], None]
+
+
+class SlowAnswer(Warning):
+    """An answer came, but held up everybody; reported, never raised, since a busy machine can be the reason."""
+
+
+class _Failed:
+    """What a policy answered that raised instead."""
+
+
+FAILED = _Failed()
+
+
+def ask(on_error: ErrorHandler, policy: object, method: str, *args: Any) -> Any:
+    """Call a method of a policy; FAILED if it raised, which is reported, as is an answer that was slow to come."""
+    return call(on_error, policy, method, lambda: getattr(policy, method)(*args))
+
+
+def call(on_error: ErrorHandler, policy: object, method: str, function: Callable[[], Any]) -> Any:
+    """``function()``; FAILED if it raised, which is reported against ``method`` of ``policy``, as is taking long.
+
+    Even SystemExit is survived. Only Ctrl-C passes, since it is meant for the program.
+    """
+    start = perf_counter()
+    try:
+        return function()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        on_error(policy, method, error)
+        return FAILED
+    finally:
+        report_if_slow(on_error, policy, method, perf_counter() - start)
+
+
+def report_if_slow(on_error: ErrorHandler, policy: object, method: str, seconds: float) -> None:
+    """Report an answer that took longer than ``SLOW_S``."""
+    if seconds > SLOW_S:
+        on_error(policy, method, SlowAnswer(f"took {seconds:.2f} s, and everybody waited"))
+
+
+class PolicyErrors:
+    """The error handler of one engine.
+
+    counts: how often each ``"policy.method"`` broke its contract; slow answers have a name of their own.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self.counts: Counter[str] = Counter()
+        self._raised: PluginError | None = None
+
+    def __call__(self, policy: object, method: str, error: BaseException | str) -> None:
+        slow = isinstance(error, SlowAnswer)
+        name = f"{name_of(policy)}.{method}" + (" (slow)" if slow else "")
+        what = f"{error}" if slow or isinstance(error, str) else f"raised {describe(error)}"
+        self.counts[name] += 1
+        if self.counts[name] == 1:
+            logger.warning("%s %s; the engine goes on without it, further cases are only counted", name, what)
+        if self.strict and not slow and self._raised is None:
+            self._raised = PluginError(f"{name} {what}")
+            self._raised.__cause__ = error if isinstance(error, BaseException) else None
+
+    def raise_first(self) -> None:
+        """Under ``strict``, raise PluginError for the first case since the last call.
+
+        The engine calls this when it is at rest, so that its books are right whoever catches the error.
+        """
+        error, self._raised = self._raised, None
+        if error is not None:
+            raise error
+
+
+def name_of(policy: object) -> str:
+    """How messages call a policy: a plugin's name, or the qualified name of a function or of an object's class."""
+    if isinstance(policy, str):
+        return policy
+    named = policy if inspect.isclass(policy) or inspect.isroutine(policy) else type(policy)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def describe(value: object) -> str:
+    """``repr`` for messages: short, and of anything."""
+    try:
+        text = repr(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        text = object.__repr__(value)
+    return text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}..."
