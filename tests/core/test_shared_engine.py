@@ -15,7 +15,7 @@ from paged_backend import Engine, SamplingParams, SharedEngine
 from paged_backend.errors import EngineClosed, RequestRefused
 
 # Longer than any wait in here can take unless something hangs.
-PATIENCE_S = 60
+PATIENCE_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def wait_for_inbox(shared, count):
 def lead_with(shared, pool, gate, prompt=(5, 6, 7), max_tokens=8) -> Future:
     """A thread that leads and stands in its first step until the gate opens."""
     future = pool.submit(shared.run, [request(list(prompt), max_tokens, stop_condition=gate)])
-    assert gate.reached.wait(PATIENCE_S)
+    assert gate.reached.wait(PATIENCE_S), future.exception(0)
     return future
 
 
@@ -192,11 +192,11 @@ def test_a_leader_that_is_interrupted_takes_only_its_own_requests_along(llama, s
 def test_a_leader_whose_step_raises_hands_over_and_running_followers_keep_their_tokens(llama, shared, monkeypatch):
     step, failing = shared.engine.step, threading.Event()
 
-    def sometimes():
+    def sometimes(**options):
         if failing.is_set():
             failing.clear()
             raise RuntimeError("the machine is unwell")
-        return step()
+        return step(**options)
 
     monkeypatch.setattr(shared.engine, "step", sometimes)
     with threads(2) as pool:
@@ -215,7 +215,7 @@ def test_a_leader_whose_step_raises_hands_over_and_running_followers_keep_their_
 
 
 def test_an_engine_that_keeps_failing_tells_every_thread(shared, monkeypatch):
-    def never():
+    def never(**options):
         raise RuntimeError("the machine is dead")
 
     with threads(3) as pool:
