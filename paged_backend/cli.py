@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -94,17 +93,16 @@ def demo(
 def plugins() -> None:
     """List the policies that an engine can be given by name, each with the plugin and the distribution it came from."""
     with _errors_in_words():
-        from paged_backend.plugin_manager import KINDS, PluginManager
+        from paged_backend.plugin_manager import PluginManager
 
-        manager = PluginManager()
+        loaded = PluginManager().describe()
     table = Table("kind", "name", "plugin", "distribution")
-    silent = set(manager.plugins)
-    for kind in KINDS:
-        for name, plugin in manager.names(kind).items():
-            table.add_row(kind, name, plugin, _distribution(plugin))
-            silent.discard(plugin)
-    for plugin in sorted(silent):
-        table.add_row("listens only", "", plugin, _distribution(plugin))
+    for plugin in loaded:
+        for kind, names in plugin.names.items():
+            for name in names:
+                table.add_row(kind, name, plugin.name, plugin.source)
+        if not any(plugin.names.values()):
+            table.add_row("no policy", ", ".join(plugin.hooks), plugin.name, plugin.source)
     Console().print(table)
 
 
@@ -116,11 +114,3 @@ def _read_prompts(path: Path) -> list[str]:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise typer.BadParameter(f"{path} must hold a JSON list of texts, none of them empty", param_hint="--prompts")
     return texts
-
-
-def _distribution(plugin: str) -> str:
-    """The name and version of the distribution whose entry point the plugin is; the built-in ones are our own."""
-    for point in metadata.entry_points(group="paged_backend"):
-        if point.name == plugin and point.dist is not None:
-            return f"{point.dist.name} {point.dist.version}"
-    return f"paged-backend {paged_backend.__version__}"

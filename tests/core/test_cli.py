@@ -16,11 +16,15 @@ from paged_backend.plugin_manager import KINDS, PluginManager
 
 PLUGIN = """
 from paged_backend import hookimpl
-from paged_backend.plugins.schedulers import Fifo
+from paged_backend.policies import KeyedPolicy
+
+class Backwards(KeyedPolicy):
+    def key(self, request):
+        return -request.order
 
 @hookimpl
 def register_schedulers(register):
-    register("backwards", Fifo)
+    register("backwards", Backwards)
 """
 
 
@@ -79,10 +83,13 @@ def test_plugins_names_the_distribution_of_an_installed_plugin(tmp_path: Path, m
     ]
 
 
-def test_plugins_lists_a_plugin_that_only_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_distribution(tmp_path, monkeypatch, "")
+def test_plugins_shows_which_hooks_a_plugin_without_policies_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from paged_backend import hookimpl\n\n@hookimpl\ndef step_finished(stats):\n    pass\n"
+    install_distribution(tmp_path, monkeypatch, source)
     (row,) = [line for line in invoke("plugins").output.splitlines() if "backwards-plugin" in line]
-    assert "listens only" in row
+    assert [cell.strip() for cell in row.split("│")[1:3]] == ["no policy", "step_finished"]
 
 
 def test_a_plugin_that_cannot_be_loaded_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
