@@ -22,6 +22,7 @@ from paged_backend import Engine, SamplingParams
 
 
 def draw_workload(vocab_size: int, seed: int, count: int = 32) -> list[dict]:
+    """Requests of 16 to 256 random prompt tokens that each ask for 16 to 256 tokens."""
     rng = random.Random(seed)
     return [
         {
@@ -65,6 +66,7 @@ def agreement(some: list[list[int]], others: list[list[int]]) -> float:
 
 
 def main() -> None:
+    """Read the command line and print a line per round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--workload", type=Path)
@@ -89,9 +91,7 @@ def main() -> None:
             f"ratio {ratios[-1]:.2f}, common beginning {agreement(stock_tokens, paged_tokens):.0%}",
             flush=True,
         )
-    print(
-        f"median ratio {statistics.median(ratios):.2f} over {args.rounds} rounds, {args.dtype}, {args.threads} thread(s)"
-    )
+    print(f"median ratio {statistics.median(ratios):.2f} of {args.rounds}, {args.dtype}, {args.threads} thread(s)")
 
 
 if __name__ == "__main__":

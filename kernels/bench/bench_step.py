@@ -50,6 +50,7 @@ def measure(running: int, steps: int, vocab_size: int) -> list:
 
 
 def main() -> None:
+    """Read the command line and print a row per number of running requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--steps", type=int, default=200)

@@ -9,7 +9,6 @@ import torch
 from oracle import assert_greedy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import paged_backend
 from paged_backend import sample_model
 
 NUM_PROMPTS, NUM_TOKENS = 32, 64
@@ -50,9 +49,7 @@ def real():
     inputs = tokenizer(natural_prompts(), return_tensors="pt", padding=True)
     options = {"max_new_tokens": NUM_TOKENS, "do_sample": False}
     expected = model.generate(**inputs, **options)
-    paged_backend.install()
-    yield model, inputs, options, expected
-    paged_backend.uninstall()
+    return model, inputs, options, expected
 
 
 @pytest.mark.slow
