@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paged_backend.config import EngineConfig as EngineConfig
     from paged_backend.engine import Engine as Engine
+    from paged_backend.handle import Delta as Delta
+    from paged_backend.handle import Handle as Handle
     from paged_backend.hookspecs import HOOK_API_VERSION as HOOK_API_VERSION
     from paged_backend.hookspecs import hookimpl as hookimpl
     from paged_backend.integrations.huggingface import install as install
@@ -15,14 +17,18 @@ if TYPE_CHECKING:
     from paged_backend.integrations.huggingface import uninstall as uninstall
     from paged_backend.request import RequestOutput as RequestOutput
     from paged_backend.sampling_params import SamplingParams as SamplingParams
+    from paged_backend.service import AsyncEngine as AsyncEngine
     from paged_backend.shared_engine import SharedEngine as SharedEngine
 
 __version__ = metadata.version("paged-backend")
 
 _HOMES = {
+    "AsyncEngine": "paged_backend.service",
+    "Delta": "paged_backend.handle",
     "Engine": "paged_backend.engine",
     "EngineConfig": "paged_backend.config",
     "HOOK_API_VERSION": "paged_backend.hookspecs",
+    "Handle": "paged_backend.handle",
     "RequestOutput": "paged_backend.request",
     "SamplingParams": "paged_backend.sampling_params",
     "SharedEngine": "paged_backend.shared_engine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -89,6 +90,17 @@ def tokenizer_lock(tokenizer: Any) -> threading.RLock:
     """The one lock of this tokenizer, to hold while using it: fast ones raise "Already borrowed" where threads meet."""
     with _registry_lock:
         return _locks.setdefault(tokenizer, threading.RLock())
+
+
+def _after_fork() -> None:
+    # A thread that the child does not have may have held one of them.
+    global _registry_lock
+    _registry_lock = threading.Lock()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _byte_ids(tokenizer: Any) -> frozenset[int]:

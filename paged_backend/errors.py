@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_backend.request import RequestOutput
+
 
 class PagedBackendError(Exception):
     """Base of all errors raised on purpose by paged_backend."""
@@ -9,6 +14,10 @@ class PagedBackendError(Exception):
 
 class RequestRefused(PagedBackendError, ValueError):
     """A request was not accepted; nothing was queued and nothing else was touched."""
+
+
+class QueueFull(RequestRefused):
+    """As many requests wait as ``max_waiting`` allows; try again later."""
 
 
 class ContextOverflow(RequestRefused):
@@ -41,6 +50,16 @@ class DeadlineExceeded(PagedBackendError, TimeoutError):
 
 class EngineClosed(PagedBackendError, RuntimeError):
     """The engine was closed, or a call came at a moment when it cannot be served."""
+
+
+class EngineFailed(EngineClosed):
+    """The thread that ran the engine is gone; ``__cause__`` is what ended it, and ``start()`` begins anew."""
+
+
+class RequestFailed(PagedBackendError, RuntimeError):
+    """A request ended with ``"error"``; ``__cause__`` is what went wrong, ``output`` what it got before."""
+
+    output: RequestOutput
 
 
 class DownloadFailed(PagedBackendError, OSError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paged_backend.detokenizer import tokenizer_lock
 from paged_backend.errors import RequestRefused
 from paged_backend.sampling_params import SamplingParams
 
@@ -19,7 +20,8 @@ def prompt_token_ids(prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestRefused("a text prompt needs a tokenizer; pass one to the engine, or pass token ids")
-        ids = tokenizer(prompt)["input_ids"]
+        with tokenizer_lock(tokenizer):
+            ids = tokenizer(prompt)["input_ids"]
     elif isinstance(prompt, torch.Tensor):
         if prompt.ndim != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
             raise RequestRefused(
