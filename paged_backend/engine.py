@@ -218,8 +218,7 @@ class Engine:
         self._policy_errors.raise_first()
         self._make_room_for(request)
         self._requests[request.request_id] = [request, *request.forks]
-        for limit in {request.time_limit, request.queue_limit} - {None}:
-            heapq.heappush(self._time_limits, (limit, request.order, request))
+        self._limit_time(request)
         self.scheduler.add(request, self.clock())
         self._notify("request_added", request=request.view)
 
@@ -601,10 +600,21 @@ class Engine:
             text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
+    def _limit_time(self, request: Request) -> None:
+        # Requests that ended long before their limits must not pile up.
+        if len(self._time_limits) > 100 + 4 * len(self._requests):
+            self._time_limits = [entry for entry in self._time_limits if entry[2].request_id in self._requests]
+            heapq.heapify(self._time_limits)
+        for limit in {request.time_limit, request.queue_limit}:
+            if limit is not None:
+                heapq.heappush(self._time_limits, (limit, request.order, request))
+
     def _expire(self, now: float) -> None:
         while self._time_limits and self._time_limits[0][0] <= now:
             limit, _, request = heapq.heappop(self._time_limits)
-            if limit != request.time_limit and request.last_scheduled_time is not None:
+            if limit != request.time_limit:
+                if request.last_scheduled_time is None and not request.is_finished:
+                    self._end(request, "timeout")
                 continue
             for sample in list(self._requests.get(request.request_id, ())):
                 if sample.time_limit == request.time_limit and not sample.is_finished:
