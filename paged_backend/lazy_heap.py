@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -50,7 +50,7 @@ class LazyHeap(Generic[Item]):
             heapq.heappop(self._heap)
         return None
 
-    def ascending(self) -> Iterator[Item]:
+    def ascending(self) -> Generator[Item]:
         """All items, smallest key first, O(log n) each and only as far as they are asked for.
 
         Items may be added and discarded meanwhile; a discarded one is no longer offered.

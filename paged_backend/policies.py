@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -113,7 +113,7 @@ class KeyedPolicy(SchedulingPolicy):
         """O(log n) amortised."""
         self._waiting.discard(request.order)
 
-    def candidates(self, now: float) -> Iterator[RequestView]:
+    def candidates(self, now: float) -> Generator[RequestView]:
         """O(log n) for each one asked for."""
         return self._waiting.ascending()
 

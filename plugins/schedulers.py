@@ -1,4 +1,4 @@
-"""The built-in scheduling policies."""
+"""The built-in scheduling policies; each is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from paged_backend.hookspecs import hookimpl
-from paged_backend.policies import KeyedPolicy, RequestView
-
-
-class Fifo(KeyedPolicy):
-    """First come, first served.
-
-    Guarantee: a request never starts before one that arrived earlier and still waits. A preempted request goes before
-    all later arrivals. A large request at the head blocks the rest until it fits, so nothing is ever overtaken.
-    """
-
-    lookahead = 0
-
-    def key(self, request: RequestView) -> int:
-        return request.order
 
 
 @hookimpl
 def register_schedulers(register: Callable[[str, Any], None]) -> None:
-    """Offer the policies of this module."""
-    register("fifo", Fifo)
+    """Offer the policies of this folder."""
+    register("fifo", "paged_backend.plugins.fifo:Fifo")
+    register("starvation_aware", "paged_backend.plugins.starvation_aware:StarvationAware")
+    register("deadline", "paged_backend.plugins.deadline:Deadline")
+    register("priority", "paged_backend.plugins.priority:Priority")
+    register("fair", "paged_backend.plugins.fair:Fair")
+    register("static", "paged_backend.plugins.batches:Static")
+    register("window", "paged_backend.plugins.batches:Window")

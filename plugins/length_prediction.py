@@ -1,0 +1,95 @@
+"""How many tokens a request will generate: what size-based policies need to know."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from paged_backend.errors import ConfigError
+from paged_backend.policies import RequestView
+
+MAX_CLIENTS = 4096
+
+
+@runtime_checkable
+class LearningPredictor(Protocol):
+    """A predictor that is told of the requests that ended."""
+
+    def __call__(self, request: RequestView) -> float:
+        """The tokens that ``request`` will have generated when it ends."""
+
+    def observe(self, request: RequestView) -> None:
+        """``request`` ended."""
+
+
+Predictor = Callable[[RequestView], float] | LearningPredictor
+
+
+def max_tokens(request: RequestView) -> int:
+    """The most it may generate."""
+    return request.params.max_tokens
+
+
+class RunningQuantile:
+    """A quantile of the lengths of a client's last finished requests, at most ``max_tokens``.
+
+    Before a client has finished any, ``max_tokens``. O(window) for each request; the longest unseen clients are
+    forgotten beyond 4,096.
+    """
+
+    def __init__(self, quantile: float = 0.5, window: int = 64) -> None:
+        if not 0 <= quantile <= 1:
+            raise ConfigError(f"quantile must be from 0 to 1, got {quantile!r}")
+        self.quantile = quantile
+        self.window = window
+        self._lengths: OrderedDict[str | None, deque[int]] = OrderedDict()
+
+    def __call__(self, request: RequestView) -> int:
+        """The client's quantile."""
+        most, lengths = max_tokens(request), self._lengths.get(request.client_id)
+        if not lengths:
+            return most
+        return min(most, sorted(lengths)[round(self.quantile * (len(lengths) - 1))])
+
+    def observe(self, request: RequestView) -> None:
+        """Learn from a request that came to its own end."""
+        if request.finish_reason not in ("stop", "length"):
+            return
+        lengths = self._lengths.setdefault(request.client_id, deque(maxlen=self.window))
+        lengths.append(request.num_output_tokens)
+        self._lengths.move_to_end(request.client_id)
+        if len(self._lengths) > MAX_CLIENTS:
+            self._lengths.popitem(last=False)
+
+
+PREDICTORS: dict[str, Callable[[], Predictor]] = {"max_tokens": lambda: max_tokens, "quantile": RunningQuantile}
+
+
+def predictor(option: str | Predictor) -> Predictor:
+    """The predictor that an option names or is; ConfigError for anything else."""
+    if isinstance(option, str) and option in PREDICTORS:
+        return PREDICTORS[option]()
+    if isinstance(option, str) or not callable(option):
+        raise ConfigError(f"predict={option!r} is unknown; choose from {', '.join(PREDICTORS)}, or pass a function")
+    return option
+
+
+class RemainingTokens:
+    """How many tokens a request has yet to compute until it ends, by a predictor that learns from those that ended."""
+
+    def __init__(self, predict: str | Predictor = "max_tokens") -> None:
+        self.predict = predictor(predict)
+
+    def __call__(self, request: RequestView) -> float:
+        """Uncomputed tokens, and those predicted to be generated; at least one more."""
+        return request.num_uncomputed_tokens + self.output(request)
+
+    def output(self, request: RequestView) -> float:
+        """Tokens yet to be generated, at least one."""
+        return max(1, self.predict(request) - request.num_output_tokens)
+
+    def observe(self, request: RequestView) -> None:
+        """``request`` ended."""
+        if isinstance(self.predict, LearningPredictor):
+            self.predict.observe(request)
