@@ -33,11 +33,11 @@ class ExpandedCacheWarning(UserWarning):
 class Twin:
     """The copy on which the engine runs; the user's model is never touched.
 
-    module: the copy. layers: what each attention layer does, in the order in which they run. device: where token
-    ids go. dtype: of keys and values. vocab_size: rows of the input embedding. max_positions: tokens that the
-    model's positions allow, None without a hard limit (a learned table ends; longrope and dynamic NTK scaling read
-    the longest request of a batch, so they are held to their original length). advertised_positions: the config's
-    ``max_position_embeddings``.
+    module: the copy. layers: what each attention layer does, in the order in which they run; layer_indices: their
+    places in stock ``generate``'s cache, None where the module does not say. device: where token ids go. dtype: of
+    keys and values. vocab_size: rows of the input embedding. max_positions: tokens that the model's positions allow,
+    None without a hard limit (a learned table ends; longrope and dynamic NTK scaling read the longest request of a
+    batch, so they are held to their original length). advertised_positions: the config's ``max_position_embeddings``.
 
     Forward hooks of the model run on the copy too, on packed tokens ``[1, num_tokens, ...]``. A twin is as good as the
     model was when it was made: ``stale_reason`` says whether that still holds.
@@ -90,6 +90,7 @@ class Twin:
         self._set_attention(ATTENTION_NAME)
         self._attention_modules = probe.modules
         self.layers: list[LayerSpec] = probe.layers
+        self.layer_indices: list[int | None] = [getattr(module, "layer_idx", None) for module in probe.modules]
         self.max_positions = probe.max_positions
         self.dtype = self.layers[0].dtype
 
@@ -136,13 +137,18 @@ class Twin:
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         # No cache is passed, whose name differs between versions of transformers, and none is made.
         output = self.module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kwargs)
-        logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
-        return logits[0]
+        return logits_of(output)
 
     def stale_reason(self) -> str | None:
         """Why the model is no longer what this twin was made from, or None; None too when the model is gone."""
         model = self._model()
         return None if model is None else self._fingerprint.difference(model)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits ``[num_tokens, vocab_size]`` of a forward pass over one row."""
+    logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
+    return logits[0]
 
 
 def unsupported(model: nn.Module, reason: str) -> UnsupportedModel:

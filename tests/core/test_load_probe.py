@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import FAMILIES
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MoshiForCausalLM, PreTrainedModel
 
 from paged_backend.attention import PagedLayer
 from paged_backend.errors import UnsupportedModel
@@ -90,6 +90,8 @@ def test_families_with_habits_of_their_own_are_proven(model_type: str, arguments
 
 def change_rules(twin: Twin, change: Callable[[MaskRule], MaskRule]) -> None:
     twin.layers = [dataclasses.replace(layer, rule=change(layer.rule)) for layer in twin.layers]
+    # Leave it to the numbers alone.
+    twin.layer_indices = [None] * len(twin.layers)
 
 
 def change_attention(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
@@ -197,6 +199,45 @@ def test_a_decoder_that_counts_positions_itself_is_refused_with_the_reason() -> 
     ).eval()
     torch.nn.init.normal_(model.model.decoder.embed_positions.weight)
     with pytest.raises(UnsupportedModel, match=r"BartForCausalLM .* takes no position_ids"):
+        prove(model, Twin(model))
+
+
+def test_a_model_whose_cache_forgets_what_its_mask_shows_is_refused() -> None:
+    # Moshi masks nothing but keeps a window; no proof of a few tokens could notice one of 3000.
+    config = AutoConfig.for_model(
+        "moshi",
+        vocab_size=256,
+        hidden_size=64,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        audio_vocab_size=16,
+        sliding_window=3000,
+    )
+    model = MoshiForCausalLM(config).eval()
+    with pytest.raises(UnsupportedModel, match=r"MoshiForCausalLM .* is full, but the model's own cache keeps 3000"):
+        prove(model, Twin(model))
+
+
+def test_a_model_without_a_cache_is_proven(tiny_model: TinyModel) -> None:
+    class Plain(LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, position_ids: Any = None, use_cache: Any = None) -> tuple[Any, ...]:
+            return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=False).to_tuple()
+
+    model = tiny_model("llama")
+    model.__class__ = Plain
+    prove(model, Twin(model))
+
+
+def test_a_model_that_decodes_otherwise_than_it_prefills_is_refused(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama")
+
+    def skip(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 0 if output.shape[1] == 1 else output
+
+    model.model.layers[1].mlp.register_forward_hook(skip)
+    with pytest.raises(UnsupportedModel, match="gives other logits"):
         prove(model, Twin(model))
 
 
