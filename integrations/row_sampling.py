@@ -24,7 +24,7 @@ class RowProcessors:
         self.processors = processors
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> Tensor:
-        shown = self.row.input_ids(input_ids)
+        shown: Any = self.row.input_ids(input_ids)
         processed: Tensor = self.processors(shown, scores.to(shown.device))
         return processed.to(scores.device)
 
@@ -124,9 +124,9 @@ def _cut_down(processor: Any, row: int, num_rows: int) -> Any:
     match processor:
         case logits_process.RepetitionPenaltyLogitsProcessor(prompt_ignore_length=Tensor() as ignored):
             return _with(processor, prompt_ignore_length=ignored[row : row + 1])
-        case logits_process.EncoderRepetitionPenaltyLogitsProcessor(encoder_input_ids=prompts):
-            own = row // max(1, num_rows // len(prompts))
-            return _with(processor, encoder_input_ids=prompts[own : own + 1])
+        case logits_process.EncoderRepetitionPenaltyLogitsProcessor(encoder_input_ids=encoder_ids):
+            own = row // max(1, num_rows // len(encoder_ids))
+            return _with(processor, encoder_input_ids=encoder_ids[own : own + 1])
         case logits_process.EncoderNoRepeatNGramLogitsProcessor(generated_ngrams=ngrams):
             own = row // max(1, num_rows // len(ngrams))
             return _with(processor, generated_ngrams=ngrams[own : own + 1], batch_size=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from stock_equality import assert_equals_stock, assert_same_tokens, left_padded
@@ -674,6 +676,35 @@ def test_all_blocks_are_back_after_calls(fresh):
     paged(fresh)
     paged(fresh, **SAMPLING)
     assert_all_blocks_are_back(engine_of(fresh))
+
+
+def test_eight_threads_at_once_each_get_what_they_get_alone(fresh):
+    calls = [left_padded([3 + n, 9], seed=n) for n in range(8)]
+    expected = [fresh.generate(**inputs, **LENGTH) for inputs in calls]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            results = list(pool.map(lambda inputs: paged(fresh, inputs), calls))
+            assert all(map(torch.equal, results, expected))
+    assert len(model_engines._by_model[fresh].engines) == 1
+    assert engine_of(fresh).stats().peak_running > 2
+    assert_all_blocks_are_back(engine_of(fresh))
+
+
+def test_a_thread_whose_call_fails_disturbs_no_other(fresh):
+    expected = paged(fresh)
+
+    def fail(input_ids, scores):
+        raise ZeroDivisionError("mine")
+
+    def call(number):
+        if number % 2:
+            return paged(fresh)
+        with pytest.raises(ZeroDivisionError):
+            paged(fresh, logits_processor=LogitsProcessorList([fail]))
+        return expected
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(result, expected) for result in pool.map(call, range(8)))
 
 
 def test_same_tokens_means_the_same_but_for_near_ties():
