@@ -42,16 +42,17 @@ class Slru(EvictionPolicy):
     def add(self, block: CachedBlock) -> None:
         segment = self._protected if block.hits else self._probation
         segment.push(block.id, (block.last_used, -block.depth), block)
-        while len(self._protected) > self.protected * (len(self._protected) + len(self._probation)):
-            key, oldest = self._protected.first() or ((), block)
-            self._protected.discard(oldest.id)
-            self._probation.push(oldest.id, key, oldest)
 
     def remove(self, block: CachedBlock) -> None:
         self._probation.discard(block.id)
         self._protected.discard(block.id)
 
     def evict(self) -> int:
+        most = self.protected * (len(self._protected) + len(self._probation))
+        while len(self._protected) > most and (oldest := self._protected.first()) is not None:
+            key, block = oldest
+            self._protected.discard(block.id)
+            self._probation.push(block.id, key, block)
         first = self._probation.first() or self._protected.first()
         if first is None:
             raise LookupError("no block is on offer")

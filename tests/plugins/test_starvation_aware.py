@@ -12,9 +12,7 @@ from model_free import ModelFree
 from paged_backend.errors import ConfigError
 from paged_backend.plugins.starvation_aware import StarvationAware
 
-ARRIVALS = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(1, 12)), min_size=2, max_size=60
-)
+ARRIVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(1, 12)), min_size=2, max_size=60)
 
 
 def overtakes(engine: ModelFree) -> int:
@@ -54,7 +52,9 @@ def test_no_later_arrival_starts_before_one_that_waited_long_enough(arrivals, ma
     engine = ModelFree(StarvationAware(10_000, max_wait_s), num_blocks=30)
     times = []
     schedule = engine.scheduler.schedule
-    engine.scheduler.schedule = lambda now, **options: times.append((now, len(engine.starts))) or schedule(now, **options)
+    engine.scheduler.schedule = lambda now, **options: (
+        times.append((now, len(engine.starts))) or schedule(now, **options)
+    )
     run(engine, arrivals)
     moments = dict.fromkeys(range(len(engine.starts)), 0.0)
     for (now, first), (_, last) in zip(times, [*times[1:], (0.0, len(engine.starts))], strict=True):
@@ -123,7 +123,9 @@ def test_ten_thousand_can_wait_and_be_aborted_in_any_order():
     engine.assert_sound()
 
 
-@pytest.mark.parametrize("options", [{"max_overtakes": -1}, {"max_wait_s": -1.0}, {"predict": "magic"}, {"victim": "me"}])
+@pytest.mark.parametrize(
+    "options", [{"max_overtakes": -1}, {"max_wait_s": -1.0}, {"predict": "magic"}, {"victim": "me"}]
+)
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ConfigError):
         StarvationAware(**options)

@@ -64,7 +64,7 @@ class ModelFree:
         deadline: float | None = None,
         **options: Any,
     ) -> Request:
-        """Queue a request that generates ``output`` tokens after ``prompt`` tokens (given, or that many unique ones)."""
+        """Queue a request that generates ``output`` tokens after ``prompt`` tokens, given or that many unique ones."""
         tokens = list(itertools.islice(self._tokens, prompt)) if isinstance(prompt, int) else prompt
         order = next(self._orders)
         params = SamplingParams(max_tokens=max_tokens or output)
@@ -98,7 +98,9 @@ class ModelFree:
             if not self.scheduler.has_work():
                 return
             self.step(drain=drain)
-        raise AssertionError(f"{self.policy.waiting} wait and {list(self.scheduler.running)} run after {max_steps} steps")
+        raise AssertionError(
+            f"{self.policy.waiting} wait and {list(self.scheduler.running)} run after {max_steps} steps"
+        )
 
     def abort(self, request: Request) -> None:
         self._end(request, "abort")

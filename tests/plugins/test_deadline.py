@@ -1,0 +1,171 @@
+"""deadline: earliest first, a share for the rest, and no work for what is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_free import ModelFree
+
+from paged_backend.errors import ConfigError
+from paged_backend.plugins.deadline import Deadline
+from paged_backend.plugins.fifo import Fifo
+from paged_backend.plugins.step_cost import StepCost
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.none() | st.floats(0.01, 2.0),
+        st.integers(1, 40),
+        st.integers(1, 10),
+    ),
+    min_size=2,
+    max_size=50,
+)
+
+
+def run(engine: ModelFree, arrivals) -> None:
+    for gap, deadline_s, prompt, output in arrivals:
+        for _ in range(gap):
+            engine.step()
+        engine.add(prompt, output, deadline=None if deadline_s is None else engine.now + deadline_s)
+    engine.run()
+
+
+@settings(max_examples=100, deadline=None)
+@given(ARRIVALS, st.sampled_from([0.0, 0.1, 0.5]), st.booleans())
+def test_nobody_with_a_deadline_starts_before_a_waiting_request_with_an_earlier_one(arrivals, share, preempt):
+    engine = ModelFree(Deadline(share=share, preempt=preempt), num_blocks=16)
+    run(engine, arrivals)
+    for started, waiting in engine.starts:
+        if started.deadline is not None:
+            assert all(request.deadline is None or request.deadline >= started.deadline for request in waiting)
+    assert len(engine.ended) == len(arrivals)
+    engine.assert_sound()
+
+
+@settings(max_examples=100, deadline=None)
+@given(ARRIVALS, st.sampled_from([0.1, 0.25, 0.5]))
+def test_requests_without_a_deadline_get_their_share_of_the_starts(arrivals, share):
+    engine = ModelFree(Deadline(share=share), num_blocks=16)
+    run(engine, arrivals)
+    with_both_kinds: list[bool] = []
+    runs = [with_both_kinds]
+    for started, waiting in engine.starts:
+        kinds = {request.deadline is None for request in [started, *waiting]}
+        if len(kinds) < 2:
+            with_both_kinds = []
+            runs.append(with_both_kinds)
+            continue
+        with_both_kinds.append(started.deadline is None)
+    for starts in runs:
+        for first in range(len(starts)):
+            for last in range(first + 1, len(starts) + 1):
+                assert sum(starts[first:last]) >= int((last - first) * share + 1e-9)
+    engine.assert_sound()
+
+
+def test_of_equal_deadlines_the_longest_request_goes_first():
+    engine = ModelFree(Deadline(cost=known_cost()), max_num_seqs=1)
+    for output in (2, 20, 9):
+        engine.add(4, output, deadline=5.0)
+    engine.run()
+    assert engine.start_orders == [1, 2, 0]
+
+
+def known_cost(decode_step_s: float = 0.01, prompt_token_s: float = 0.001) -> StepCost:
+    cost = StepCost()
+    cost.observe(1, 0, decode_step_s)
+    cost.observe(0, 1, prompt_token_s)
+    return cost
+
+
+@pytest.mark.parametrize(("policy", "in_time"), [(Deadline(), True), (Fifo(), False)])
+def test_a_long_prompt_does_not_defeat_an_urgent_one(policy, in_time):
+    engine = ModelFree(policy, num_blocks=2000, budget=64)
+    engine.add(5000, 2, deadline=100.0)
+    engine.step()
+    urgent = engine.add(60, 2, deadline=engine.now + 0.05)
+    engine.run()
+    assert (urgent.output.metrics.finished_time <= urgent.deadline) == in_time
+
+
+def test_a_half_computed_prompt_without_a_deadline_still_advances():
+    engine = ModelFree(Deadline(share=0.25), budget=8, num_blocks=200)
+    patient = engine.add(40, 2)
+    engine.step()
+    for _ in range(60):
+        engine.add(8, 1, deadline=engine.now + 1.0)
+        engine.step()
+    assert patient.is_finished
+
+
+def test_what_cannot_make_it_is_dropped_on_arrival_and_while_waiting():
+    policy = Deadline(shed=True, cost=known_cost())
+    engine = ModelFree(policy, max_num_seqs=1)
+    running = engine.add(4, 40, deadline=10.0)
+    engine.step()
+    hopeless = engine.add(4, 50, deadline=engine.now + 0.2)
+    patient = engine.add(4, 4, deadline=engine.now + 0.3)
+    no_deadline = engine.add(4, 4)
+    engine.step()
+    assert hopeless.output.finish_reason == "timeout"
+    assert not patient.is_finished
+    engine.run()
+    assert patient.output.finish_reason == "timeout"
+    assert patient.output.metrics.finished_time < patient.deadline
+    assert [r.output.finish_reason for r in (running, no_deadline)] == ["length", "length"]
+    engine.assert_sound()
+
+
+@settings(max_examples=50, deadline=None)
+@given(ARRIVALS)
+def test_shedding_never_starts_what_is_lost_and_loses_nobody(arrivals):
+    policy = Deadline(shed=True, cost=known_cost())
+    engine = ModelFree(policy, num_blocks=16)
+    run(engine, arrivals)
+    assert len(engine.ended) == len(arrivals)
+    for request in engine.ended:
+        if request.output.finish_reason == "timeout":
+            assert request.deadline is not None
+            assert request.num_preemptions > 0 or request.num_output_tokens == 0
+    engine.assert_sound()
+
+
+@pytest.mark.parametrize(("shed", "enough"), [(True, True), (False, False)])
+def test_under_overload_shedding_keeps_those_it_admits_in_time(shed, enough):
+    engine = ModelFree(Deadline(shed=shed), max_num_seqs=4, num_blocks=200)
+    for n in range(400):
+        engine.add(8, 10, deadline=engine.now + 0.5)
+        if n % 2:
+            engine.step()
+    engine.run()
+    done = [r for r in engine.ended if r.output.finish_reason == "length"]
+    in_time = [r for r in done if r.output.metrics.finished_time <= r.deadline]
+    assert (len(in_time) > 0.9 * len(done)) == enough
+    assert len(in_time) > 60 or not shed
+
+
+def test_an_urgent_request_takes_the_seat_of_one_that_has_time():
+    engine = ModelFree(Deadline(preempt=True), max_num_seqs=1)
+    engine.add(4, 60, deadline=100.0)
+    engine.step()
+    urgent = engine.add(4, 2, deadline=engine.now + 0.1)
+    engine.run()
+    assert urgent.output.metrics.finished_time <= urgent.deadline
+    engine.assert_sound()
+
+
+def test_step_cost_tells_decode_steps_and_prompt_tokens_apart():
+    cost = StepCost()
+    assert cost.seconds(1000, 1000) == 0
+    for _ in range(50):
+        cost.observe(8, 0, 0.02)
+        cost.observe(8, 100, 0.02 + 0.1)
+    assert cost.seconds(100, 10) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_share_is_from_0_to_1(share):
+    with pytest.raises(ConfigError):
+        Deadline(share=share)
