@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases import rounded
 
 from paged_backend.kernels import store_kv
 
@@ -29,51 +30,51 @@ def read(cache: torch.Tensor, slot: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_tokens", [1, 6, 7, 8, 35])
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_token_lands_in_its_slot_and_no_other_slot_changes(num_tokens, cache_dtype):
+def test_every_token_lands_in_its_slot_and_no_other_slot_changes(backend, num_tokens, cache_dtype):
     key, value, slots = make_tokens(num_tokens)
     key_cache, value_cache = make_caches(dtype=cache_dtype)
-    store_kv(key, value, key_cache, value_cache, slots)
+    store_kv(key, value, key_cache, value_cache, slots, backend=backend)
     for token, slot in enumerate(slots.tolist()):
-        assert read(key_cache, slot).equal(key[token].to(cache_dtype))
-        assert read(value_cache, slot).equal(value[token].to(cache_dtype))
+        assert read(key_cache, slot).equal(rounded(key[token], cache_dtype, backend))
+        assert read(value_cache, slot).equal(rounded(value[token], cache_dtype, backend))
     for slot in set(range(NUM_BLOCKS * BLOCK_SIZE)) - set(slots.tolist()):
         assert read(key_cache, slot).isnan().all()
         assert read(value_cache, slot).isnan().all()
 
 
-def test_padding_tokens_are_not_stored():
+def test_padding_tokens_are_not_stored(backend):
     key, value, slots = make_tokens(8)
     slots[[0, 5, 7]] = -1
     key_cache, value_cache = make_caches()
-    store_kv(key, value, key_cache, value_cache, slots)
+    store_kv(key, value, key_cache, value_cache, slots, backend=backend)
     assert (~key_cache.isnan()).all(-1).all(1).sum() == 5
     assert read(key_cache, int(slots[1])).equal(key[1])
 
 
-def test_nothing_but_padding_stores_nothing():
+def test_nothing_but_padding_stores_nothing(backend):
     key, value, _ = make_tokens(3)
     key_cache, value_cache = make_caches()
-    store_kv(key, value, key_cache, value_cache, torch.full((3,), -1))
+    store_kv(key, value, key_cache, value_cache, torch.full((3,), -1), backend=backend)
     assert key_cache.isnan().all()
     assert value_cache.isnan().all()
 
 
-def test_no_tokens_at_all_store_nothing():
+def test_no_tokens_at_all_store_nothing(backend):
     key, value, _ = make_tokens(1)
     key_cache, value_cache = make_caches()
-    store_kv(key[:0], value[:0], key_cache, value_cache, torch.zeros(0, dtype=torch.long))
+    store_kv(key[:0], value[:0], key_cache, value_cache, torch.zeros(0, dtype=torch.long), backend=backend)
     assert key_cache.isnan().all()
 
 
 # Half a step of 127 for int8; half of the last of three mantissa bits for e4m3.
 @pytest.mark.parametrize(("cache_dtype", "bound"), [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 2**-4)], ids=str)
-def test_a_quantised_slot_is_within_half_a_step_of_its_token(cache_dtype, bound):
+def test_a_quantised_slot_is_within_half_a_step_of_its_token(backend, cache_dtype, bound):
     key, value, slots = make_tokens(20)
     key[3] *= 1000
     value[4] = 0
     key_cache, value_cache = make_caches(dtype=cache_dtype, fill=0)
     scales = [torch.full((NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE), torch.nan) for _ in range(2)]
-    store_kv(key, value, key_cache, value_cache, slots, key_scale=scales[0], value_scale=scales[1])
+    store_kv(key, value, key_cache, value_cache, slots, key_scale=scales[0], value_scale=scales[1], backend=backend)
     for tensor, cache, scale in ((key, key_cache, scales[0]), (value, value_cache, scales[1])):
         for token, slot in enumerate(slots.tolist()):
             stored = read(cache, slot).float() * scale[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE, None]
@@ -83,13 +84,14 @@ def test_a_quantised_slot_is_within_half_a_step_of_its_token(cache_dtype, bound)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_a_quantised_slot_depends_on_its_token_alone(cache_dtype):
+def test_a_quantised_slot_depends_on_its_token_alone(backend, cache_dtype):
     key, value, slots = make_tokens(9)
     caches = []
     for steps in ([slice(0, 9)], [slice(0, 2), slice(2, 9)]):
         stored = (*make_caches(dtype=cache_dtype, fill=0), *torch.zeros(2, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE))
         for step in steps:
-            store_kv(key[step], value[step], *stored[:2], slots[step], key_scale=stored[2], value_scale=stored[3])
+            scales = {"key_scale": stored[2], "value_scale": stored[3]}
+            store_kv(key[step], value[step], *stored[:2], slots[step], **scales, backend=backend)
         caches.append(stored)
     for whole, parts in zip(*caches, strict=True):
         assert whole.float().equal(parts.float())

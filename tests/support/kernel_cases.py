@@ -176,6 +176,13 @@ def oracle(case: Case, **changes) -> torch.Tensor:
     return output
 
 
+def rounded(tensor: torch.Tensor, dtype: torch.dtype, backend: str) -> torch.Tensor:
+    """A float32 tensor in another dtype; Triton's interpreter, unlike its compiler, truncates to bfloat16."""
+    if backend == "triton" and dtype == torch.bfloat16:
+        tensor = tensor.contiguous().view(torch.int32).bitwise_and(-65536).view(torch.float32)
+    return tensor.to(dtype)
+
+
 def assert_attention_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Compares with the tolerance of the actual dtype; NaN anywhere fails."""
     tolerance = TOLERANCE[actual.dtype]

@@ -1,0 +1,89 @@
+"""Triton where it is installed, and what its kernels need to know about the device they run on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paged_backend.kernels.dispatch import implements
+
+
+def _import_if_installed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+triton = _import_if_installed("triton")
+tl = _import_if_installed("triton.language")
+available = triton is not None
+
+# The interpreter runs kernels on CPU tensors; TRITON_INTERPRET=1 must be set before Triton is first imported.
+interpreted = available and bool(triton.knobs.runtime.interpret)
+
+# Processors pretended to by the interpreter, few enough that short contexts are split as long ones are on a GPU.
+_INTERPRETED_PROCESSORS = 4
+
+
+def jit(function: Any) -> Any:
+    """triton.jit, or the function as it is where Triton is missing and nothing will launch it."""
+    return triton.jit(function) if available else function
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The name that `tuning` knows a device by: "sm_90", "gfx942", or "interpreter"."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors, or compute units, of a device."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def converts_float8(name: str) -> bool:
+    """Whether Triton converts e4m3 on this architecture; elsewhere the kernels take its bits apart themselves."""
+    return name.startswith("gfx") or (name.startswith("sm_") and int(name[3:]) >= 89)
+
+
+def triton_operation(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Makes the decorated launcher the "triton" implementation of an operation, as a custom op for torch.compile.
+
+    mutates: names of the tensors written in place. The op raises ValueError where Triton cannot run.
+    """
+
+    def register(launch: Callable[..., Any]) -> Any:
+        @functools.wraps(launch)
+        def checked(*arguments: Any) -> Any:
+            device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
+            if device.type != "cuda" and not interpreted:
+                raise ValueError(
+                    f"{name}: the triton backend runs on CUDA and ROCm devices, got tensors on {device}; use "
+                    "backend='auto', or set TRITON_INTERPRET=1 before Python starts to run it on the CPU, for tests"
+                )
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                return launch(*arguments)
+
+        operation = torch.library.custom_op(f"paged_backend::{name}_triton", checked, mutates_args=mutates)
+        return implements(name, "triton")(operation) if available else operation
+
+    return register
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less than a positive number."""
+    return 1 << (number - 1).bit_length()
