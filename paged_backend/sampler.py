@@ -80,7 +80,7 @@ class Sampler:
     ) -> None:
         """Fill in ``tokens`` and ``logprobs`` of some rows, -1 where no token can be chosen."""
         requests = [all_requests[row] for row in rows]
-        scores = take_rows(logits, rows).to(torch.float32, copy=True)
+        scores = take_rows(logits, rows).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         failures = self.processing(scores, requests)
         chosen, processed = self._choose(scores, requests)
         for place, (row, request) in enumerate(zip(rows, requests, strict=True)):

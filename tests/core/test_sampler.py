@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from paged_backend.distribution import Distribution
 from paged_backend.errors import SamplingFailed
 from paged_backend.request import Request
 from paged_backend.sampler import Sampler
@@ -113,7 +114,7 @@ def sampling_params(draw: st.DrawFn, vocab_size: int) -> SamplingParams:
     token = st.integers(0, vocab_size - 1)
     return SamplingParams(
         temperature=sometimes(st.floats(0.3, 3.0), 1.0) if draw(st.integers(0, 4)) else 0.0,
-        top_k=sometimes(st.integers(-1, vocab_size + 3), 0),
+        top_k=sometimes(st.integers(1, 12) | st.integers(-1, vocab_size + 3), 0),
         top_p=sometimes(st.floats(0.01, 0.999), 1.0),
         min_p=sometimes(st.floats(0.0, 1.0), 0.0),
         repetition_penalty=sometimes(st.floats(0.5, 2.0), 1.0),
@@ -388,7 +389,38 @@ def test_logits_are_left_as_they_are() -> None:
     assert torch.equal(logits, before)
 
 
-# Edges of the warpers.
+def test_the_layout_of_the_logits_does_not_matter() -> None:
+    logits = random_logits(len(MIXED), 900)
+    tokens = Sampler([EOS], seed=0).sample(logits, make_requests(MIXED)).tokens
+    for other in (logits.T.contiguous().T, torch.cat([logits, logits], 1)[:, :900]):
+        assert not other.is_contiguous()
+        assert Sampler([EOS], seed=0).sample(other, make_requests(MIXED)).tokens == tokens
+        penalized = [dataclasses.replace(p, repetition_penalty=1.1) for p in MIXED]
+        expected = Sampler([EOS], seed=0).sample(logits, make_requests(penalized)).tokens
+        assert Sampler([EOS], seed=0).sample(other, make_requests(penalized)).tokens == expected
+
+
+# Edges of the draw and of the warpers.
+
+
+@pytest.mark.parametrize("token_ids", [None, torch.tensor([[10, 11, 12, 13, 14, 15]])])
+def test_the_ends_of_the_unit_interval_reach_the_first_and_the_last_token_with_weight(token_ids: Tensor | None) -> None:
+    distribution = Distribution(torch.tensor([[0.0, 0.0, 0.3, 0.0, 0.7, 0.0]]), token_ids)
+    drawn = [int(distribution.draw(torch.tensor([number], dtype=torch.float64))) for number in (0.0, 1 - 2.0**-53)]
+    assert drawn == ([2, 4] if token_ids is None else [12, 14])
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 31, 32, 77, 78, 79, 500, 4999])
+def test_top_k_keeps_the_highest_of_a_large_vocabulary(top_k: int) -> None:
+    logits = random_logits(3, 5000)
+    params = [
+        SamplingParams(temperature=1.0, top_k=k, logprobs=5000, logprobs_mode="processed") for k in (top_k, 9, 40)
+    ]
+    for row, (p, logprobs) in enumerate(
+        zip(params, Sampler([]).sample(logits, make_requests(params)).logprobs, strict=True)
+    ):
+        assert logprobs is not None
+        assert set(logprobs) == set(logits[row].topk(p.top_k).indices.tolist())
 
 
 def test_scores_equal_to_the_last_of_top_k_are_all_kept() -> None:
@@ -452,12 +484,16 @@ def test_ignored_eos_may_be_drawn_before_min_tokens() -> None:
 
 
 def test_tokens_beyond_the_logits_do_not_reach_another_row() -> None:
+    # As of a model that embeds more tokens than it gives logits for: 10 would be the next row's 0, and 12 its 2.
     logits = random_logits(2, 10)
-    params = SamplingParams(repetition_penalty=5.0, min_tokens=3)
-    tokens = Sampler([EOS, 12]).sample(logits, [make_request(params, [11, 13]), make_request(SamplingParams())]).tokens
-    banned = logits.clone()
-    banned[:, EOS] = -math.inf
-    assert tokens == [int(banned[0].argmax()), int(logits[1].argmax())]
+    logits[1, [0, 2]] = torch.tensor([9.0, 8.0])
+    penalized = SamplingParams(repetition_penalty=5.0, min_tokens=3)
+    processed = SamplingParams(logprobs=1, logprobs_mode="processed")
+    requests = [make_request(penalized, [10, 12]), make_request(processed)]
+    for eos in ([10], [12]):
+        sampled = Sampler(eos).sample(logits, requests)
+        assert sampled.tokens == [int(logits[0].argmax()), 0]
+        assert sampled.logprobs[1] == pytest.approx({0: float(logits[1].log_softmax(-1)[0])})
 
 
 # Processors of the caller, and rows that fail.
@@ -480,6 +516,19 @@ def test_a_processor_sees_its_own_tokens_and_one_row_of_float32_scores() -> None
     assert input_ids.dtype == torch.int64
     # Before temperature and top_k, as in stock generate.
     assert torch.equal(scores, logits[1:2].float())
+
+
+def test_scores_that_a_processor_keeps_do_not_change_later() -> None:
+    kept: list[Tensor] = []
+
+    def keep(input_ids: Tensor, scores: Tensor) -> Tensor:
+        kept.append(scores)
+        return scores + 1
+
+    logits = random_logits(2, 40)
+    params = [SamplingParams(temperature=0.5, top_k=3, logits_processors=[keep, keep]), MIXED[1]]
+    Sampler([EOS]).sample(logits, make_requests(params))
+    assert [torch.equal(scores, logits[:1] + step) for step, scores in enumerate(kept)] == [True, True]
 
 
 def test_a_processor_may_force_a_token() -> None:
