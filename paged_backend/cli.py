@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,8 @@ def demo(
     """
     texts = _read_prompts(prompts) if prompts else None
     console = Console()
+    # On a machine that does other work too, threads that spin while they wait take the time from those they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with _errors_in_words():
         # torch and transformers take seconds to import, which --help need not wait for.
         import torch
