@@ -83,6 +83,10 @@ def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: M
 
     The model's own ``prepare_inputs_for_generation`` tells, as it would for stock.
     """
+    # Early versions of transformers 5 count the positions in their decoding loop.
+    count = getattr(model, "_get_initial_cache_position", None)
+    if count is not None:
+        model_kwargs = count(input_ids.shape[1], input_ids.device, dict(model_kwargs))
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
     for name, value in inputs.items():
         if value is None or name in _INERT_INPUTS or (value is False and name not in ("input_ids", "position_ids")):

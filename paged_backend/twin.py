@@ -75,6 +75,8 @@ class Twin:
     def _probe(self) -> None:
         module = self.module
         embedding: Any = module.get_input_embeddings()
+        if not hasattr(embedding, "weight"):
+            raise Unprovable(f"its tokens do not enter through one embedding but a {type(embedding).__name__}")
         config = module.config.get_text_config(decoder=True)
         self.vocab_size = int(embedding.weight.shape[0])
         self.advertised_positions: int | None = getattr(config, "max_position_embeddings", None)

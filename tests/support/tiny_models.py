@@ -136,15 +136,20 @@ def make_tiny(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    embeddings = model.get_input_embeddings().weight
-    for parameter_name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(seed + zlib.crc32(parameter_name.encode()))
-        noise = torch.randn(parameter.shape, generator=generator)
-        with torch.no_grad():
-            if parameter.dim() == 1:
-                # Norm weights, biases and attention sinks: spread around their initial value.
-                parameter.add_(noise, alpha=0.2)
-            else:
-                # A large tied embedding would drown attention in the residual stream: the model repeats its input.
-                parameter.copy_(noise * (0.05 if parameter is embeddings else 0.2))
+    draw_weights(model, seed)
     return model
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, seed: int = 0) -> None:
+    """Draw every parameter large enough that each feature shows, from a stream of its own that its name chooses."""
+    embeddings = getattr(model.get_input_embeddings(), "weight", None)
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            # Norm weights, biases and attention sinks: spread around their initial value.
+            parameter.add_(noise, alpha=0.2)
+        else:
+            # A large tied embedding would drown attention in the residual stream: the model repeats its input.
+            parameter.copy_(noise * (0.05 if parameter is embeddings else 0.2))
