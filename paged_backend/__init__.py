@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paged_backend.integrations.huggingface import install as install
     from paged_backend.integrations.huggingface import release as release
     from paged_backend.integrations.huggingface import uninstall as uninstall
+    from paged_backend.lockstep import Lockstep as Lockstep
     from paged_backend.request import RequestOutput as RequestOutput
     from paged_backend.sampling_params import SamplingParams as SamplingParams
     from paged_backend.service import AsyncEngine as AsyncEngine
@@ -29,6 +30,7 @@ _HOMES = {
     "EngineConfig": "paged_backend.config",
     "HOOK_API_VERSION": "paged_backend.hookspecs",
     "Handle": "paged_backend.handle",
+    "Lockstep": "paged_backend.lockstep",
     "RequestOutput": "paged_backend.request",
     "SamplingParams": "paged_backend.sampling_params",
     "SharedEngine": "paged_backend.shared_engine",

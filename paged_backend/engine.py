@@ -24,6 +24,7 @@ from paged_backend.executor import Executor
 from paged_backend.intake import Prompt, as_prompts, moment, prompt_token_ids, sampling_params
 from paged_backend.kv_cache import KVCache, group_layers
 from paged_backend.load_probe import prove
+from paged_backend.lockstep import HeldRows, Lockstep
 from paged_backend.memory_report import explain_memory
 from paged_backend.model_runner import ModelRunner
 from paged_backend.plugin_manager import PluginManager
@@ -107,6 +108,7 @@ class Engine:
         self.scheduler = Scheduler(self.blocks, self._guard, self.config.max_num_batched_tokens)
         self.eos_token_ids = _eos_token_ids(model)
         self.sampler = Sampler(self.eos_token_ids, self.config.seed, tokenizer)
+        self._held = HeldRows()
         self._requests: dict[str, list[Request]] = {}
         self._pins: dict[tuple[str | None, tuple[int, ...]], None] = {}
         self._orders = itertools.count()
@@ -151,6 +153,7 @@ class Engine:
         cache_salt: str | None = None,
         stop_condition: Callable[[Request], bool] | None = None,
         metadata: Any = None,
+        lockstep: Lockstep | None = None,
     ) -> str:
         """Queue a prompt (text, token ids, or a 1-D tensor of them); returns the request's id.
 
@@ -159,6 +162,7 @@ class Engine:
         queue_timeout_s: seconds from now after which it ends with ``"timeout"`` if it has not begun to run.
         client_id: for policies that share out service. cache_salt: prefixes are shared only under an equal salt.
         stop_condition: called with the Request after each token; True ends it with ``"stop"``.
+        lockstep: shared by requests that choose each token together. metadata: anything, for the caller and policies.
 
         Raises RequestRefused (ContextOverflow when it could never fit) and leaves everything as it was.
         """
@@ -175,6 +179,7 @@ class Engine:
             cache_salt=cache_salt,
             stop_condition=stop_condition,
             metadata=metadata,
+            lockstep=lockstep,
         )
         self.check_queue()
         self._queue(request)
@@ -218,6 +223,8 @@ class Engine:
         self._policy_errors.raise_first()
         self._make_room_for(request)
         self._requests[request.request_id] = [request, *request.forks]
+        if request.lockstep is not None:
+            request.lockstep.members += [request, *request.forks]
         self._limit_time(request)
         self.scheduler.add(request, self.clock())
         self._notify("request_added", request=request.view)
@@ -267,6 +274,7 @@ class Engine:
         watch.lap("schedule")
         logits, failures = self.executor.run(step, watch)
         rows, num_prefill_tokens = step.sampling, step.num_prefill_tokens
+        logits, rows = self._held.join(logits, rows)
         sampled = self.sampler.sample(logits, rows) if logits is not None else None
         watch.lap("sample")
         now = self.clock()
@@ -494,6 +502,13 @@ class Engine:
             self.blocks.reset()
             self._resize(need)
 
+    def runs_at_once(self, lengths: Sequence[int]) -> bool:
+        """Whether requests of these lengths (prompt and output) can all run at the same time, if nothing else does."""
+        if len(lengths) > self.config.max_num_seqs:
+            return False
+        need, have = self._blocks_for(lengths), self.runner.kv_cache.num_blocks
+        return self._elastic or all(n <= h for n, h in zip(need, have, strict=True))
+
     def _make_room_for(self, request: Request) -> None:
         """Let an elastic engine's cache grow, by half at least, until ``request`` can run beside all others."""
         if not self._elastic:
@@ -624,7 +639,7 @@ class Engine:
 
     def _deliver(self, rows: Sequence[Request], sampled: Any, now: float) -> list[RequestOutput]:
         """Append each row's token, end what is complete; returns the outputs of those that go on."""
-        outputs = []
+        advanced = []
         for index, request in enumerate(rows):
             token = sampled.tokens[index]
             if isinstance(token, Exception):
@@ -638,13 +653,17 @@ class Engine:
             if sampled.logprobs is not None and sampled.logprobs[index] is not None:
                 output.logprobs = output.logprobs or []
                 output.logprobs.append(sampled.logprobs[index])
+            advanced.append(request)
+        outputs = []
+        # Only now that all have their tokens: a stop condition may look at those of its lockstep.
+        for request in advanced:
             try:
-                reason = finish_reason(request, token, self.eos_token_ids)
+                reason = finish_reason(request, request.token_ids[-1], self.eos_token_ids)
             except Exception as error:
                 self._fail(request, error, keep_new_tokens=True)
                 continue
             if reason is None:
-                outputs.append(output)
+                outputs.append(request.output)
             else:
                 self._end(request, reason, keep_new_tokens=True)
         return outputs

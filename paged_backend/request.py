@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
+from paged_backend.lockstep import Lockstep
 from paged_backend.request_view import RequestView
 from paged_backend.sampling_params import SamplingParams
 
@@ -94,6 +95,7 @@ class Request:
         "deadline",
         "forks",
         "last_scheduled_time",
+        "lockstep",
         "metadata",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -134,6 +136,7 @@ class Request:
         cache_salt: str | None = None,
         stop_condition: Callable[[Request], bool] | None = None,
         metadata: Any = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -147,6 +150,7 @@ class Request:
         self.cache_salt = cache_salt
         self.stop_condition = stop_condition
         self.metadata = metadata
+        self.lockstep = lockstep
         self.state = RequestState.WAITING
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -204,6 +208,11 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         return self.state is RequestState.DECODE
+
+    @property
+    def is_held(self) -> bool:
+        """All of its tokens are computed, and the next one is not chosen before others of its lockstep come so far."""
+        return self.state is RequestState.DECODE and len(self.token_ids) == self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paged_backend.distribution import first_argmax, take_rows, warp
 from paged_backend.errors import SamplingFailed
+from paged_backend.lockstep import Lockstep
 from paged_backend.logits_processing import LogitsProcessing
 from paged_backend.random_stream import stream_key, uniform
 from paged_backend.sampling_state import SamplingState
@@ -56,12 +57,20 @@ class Sampler:
         """
         tokens: list[int | Exception] = [-1] * len(requests)
         logprobs: list[dict[int, float] | None] = [None] * len(requests)
-        others = [row for row, request in enumerate(requests) if not request.params.is_plain_greedy]
-        if len(others) < len(requests):
+        together: dict[Lockstep, list[int]] = {}
+        others = []
+        for row, request in enumerate(requests):
+            if request.lockstep is not None:
+                together.setdefault(request.lockstep, []).append(row)
+            elif not request.params.is_plain_greedy:
+                others.append(row)
+        if len(others) + sum(map(len, together.values())) < len(requests):
             tokens[:] = first_argmax(logits).tolist()
+        for lockstep, rows in together.items():
+            self._sample_rows(lockstep, logits, requests, rows, tokens, logprobs)
         group = max(1, (_CPU_GROUP if logits.device.type == "cpu" else _GPU_GROUP) // logits.shape[1])
         for start in range(0, len(others), group):
-            self._sample_rows(logits, requests, others[start : start + group], tokens, logprobs)
+            self._sample_rows(self.processing, logits, requests, others[start : start + group], tokens, logprobs)
         for row, token in enumerate(tokens):
             if token == -1:
                 tokens[row] = SamplingFailed(
@@ -72,6 +81,7 @@ class Sampler:
 
     def _sample_rows(
         self,
+        processing: Callable[[Tensor, Sequence[Request]], dict[int, Exception]],
         logits: Tensor,
         all_requests: Sequence[Request],
         rows: list[int],
@@ -81,7 +91,7 @@ class Sampler:
         """Fill in ``tokens`` and ``logprobs`` of some rows, -1 where no token can be chosen."""
         requests = [all_requests[row] for row in rows]
         scores = take_rows(logits, rows).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        failures = self.processing(scores, requests)
+        failures = processing(scores, requests)
         chosen, processed = self._choose(scores, requests)
         for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
             token = tokens[row] = failures.get(place, chosen[place])

@@ -107,7 +107,7 @@ class Scheduler:
 
     def _schedule_decodes(self, step: ScheduledStep, now: float) -> None:
         for request in list(self.running):
-            if request.state is not RequestState.DECODE:
+            if request.state is not RequestState.DECODE or request.is_held:
                 continue
             if self._make_room(request, request.num_tokens, step, now):
                 request.num_scheduled_tokens = 1

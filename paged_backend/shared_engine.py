@@ -107,14 +107,16 @@ class SharedEngine:
     # What follows is the leader's alone.
 
     def _take_in(self) -> None:
-        while self._inbox:
-            submission = self._inbox[0]
+        for submission in list(self._inbox):
+            # Two that hold their own members back could take the room that the other needs, each for ever.
+            if submission.in_lockstep and any(s.in_lockstep for s in self._running if s is not submission):
+                continue
             self._admit(submission)
             if submission.error is not None:
                 submission.wake.set()
             elif submission not in self._running:
                 self._running.append(submission)
-            self._inbox.popleft()
+            self._inbox.remove(submission)
 
     def _admit(self, submission: _Submission) -> None:
         """Add the requests to the engine; one that is refused takes back the others and is the submission's error."""
@@ -158,6 +160,7 @@ class _Submission:
 
     def __init__(self, requests: Sequence[Mapping[str, Any]]) -> None:
         self.requests = requests
+        self.in_lockstep = any(request.get("lockstep") is not None for request in requests)
         self.request_ids: list[str] = []
         self.outputs: list[RequestOutput] = []
         self.error: Exception | None = None
