@@ -56,6 +56,7 @@ _MLA = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
+    "head_dim": 8,
     "v_head_dim": 16,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
