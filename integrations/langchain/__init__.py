@@ -1,0 +1,3 @@
+"""LangChain's model classes over the paged engine: ChatPaged and PagedLLM."""
+
+from __future__ import annotations
