@@ -169,6 +169,8 @@ class Campaign:
 
     seed: int
     num_requests: int
+    tasks_per_loop: int
+    deaths: set[int]
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     num_forwards_failed: int = 0
@@ -180,14 +182,14 @@ class Campaign:
         # Drawn in the engine's thread alone, one draw a forward pass and one a step.
         self.forward_draw = random.Random(self.seed + 1)
         self.observer_draw = random.Random(self.seed + 2)
-        self.deaths = {self.num_requests // 3, 2 * self.num_requests // 3}
+        self.num_forwards_to_fail = 0
 
     def _plan(self, draw: random.Random) -> dict[str, Any]:
         prompt, max_tokens = draw.randrange(40), draw.randint(1, 24)
         plan: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "how": draw.choice(HOWS)}
-        plan["leave_after"] = draw.choice([None, None, None, 0, 1, 3])
+        plan["leave_after"] = draw.choice([None] * 9 + [0, 1, 3])
         plan["slow_s"] = draw.choice([0, 0, 0, 0.002])
-        plan["options"] = draw.choice([{}, {}, {}, {"timeout_s": 0.02}, {"queue_timeout_s": 0.02}, {"priority": 3}])
+        plan["options"] = draw.choice([{}] * 7 + [{"timeout_s": 0.05}, {"queue_timeout_s": 0.05}, {"priority": 3}])
         plan["raises_at"] = draw.randint(0, 5) if draw.random() < 0.08 else None
         return plan
 
@@ -198,9 +200,13 @@ class Campaign:
 
     def forward(self, batch: Any) -> torch.Tensor:
         draw = self.forward_draw.random()
-        if draw < 0.03:
+        # Most failures pass, so that a retry helps; some last until nobody is left in the step.
+        if draw < 0.01:
+            self.num_forwards_to_fail = 20
+        if self.num_forwards_to_fail or draw < 0.05:
+            self.num_forwards_to_fail = max(0, self.num_forwards_to_fail - 1)
             self.num_forwards_failed += 1
-            raise torch.OutOfMemoryError("no memory") if draw < 0.015 else Broken("a forward pass")
+            raise torch.OutOfMemoryError("no memory") if self.num_forwards_failed % 2 else Broken("a forward pass")
         return self.real_forward(batch)
 
     def run(self, engine: Engine) -> None:
@@ -238,7 +244,7 @@ class Campaign:
                     handle = self._submit(plan)
                 except QueueFull:
                     self.outcomes["refused"] += 1
-                    time.sleep(0.01)
+                    time.sleep(0.05)
                 except EngineFailed:
                     self._restart()
                 else:
@@ -254,7 +260,7 @@ class Campaign:
                     handle = self._submit(plan)
                 except QueueFull:
                     self.outcomes["refused"] += 1
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.05)
                 except EngineFailed:
                     self._restart()
                 else:
@@ -269,7 +275,7 @@ class Campaign:
         tasks = set()
         while (number := self._next()) is not None:
             tasks.add(asyncio.create_task(one(number)))
-            if len(tasks) >= 25:
+            if len(tasks) >= self.tasks_per_loop:
                 _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.gather(*tasks)
 
@@ -340,8 +346,9 @@ def raise_(error: Exception) -> None:
     raise error
 
 
-def run_campaign(llama: Any, seed: int, num_requests: int) -> Campaign:
-    campaign = Campaign(seed, num_requests)
+def run_campaign(llama: Any, seed: int, num_requests: int, tasks_per_loop: int, deaths: set[int]) -> Campaign:
+    """Draws are the same for the same seed; which of the threads goes first is the machine's affair."""
+    campaign = Campaign(seed, num_requests, tasks_per_loop, deaths)
     # Memory for a few requests only, so that preemption is part of it.
     engine = Engine(
         llama, plugins=[campaign], max_num_seqs=32, max_num_batched_tokens=64, max_waiting=100, kv_cache_memory="300KiB"
@@ -358,7 +365,7 @@ def run_campaign(llama: Any, seed: int, num_requests: int) -> Campaign:
     )
     assert not campaign.wrong, campaign.wrong[:3]
     assert sum(count for outcome, count in campaign.outcomes.items() if outcome != "refused") == num_requests
-    assert campaign.outcomes["answered"] > num_requests / 4
+    assert campaign.outcomes["answered"] > num_requests / 5
     for outcome in ("left", "EngineFailed from Broken", "RequestFailed from ZeroDivisionError"):
         assert campaign.outcomes[outcome] > 0, outcome
     assert stats.num_preemptions > 0
@@ -368,11 +375,11 @@ def run_campaign(llama: Any, seed: int, num_requests: int) -> Campaign:
 
 
 def test_a_short_campaign_loses_nothing(llama):
-    run_campaign(llama, seed=1, num_requests=150)
+    run_campaign(llama, seed=1, num_requests=200, tasks_per_loop=10, deaths={90})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_a_campaign_of_a_thousand_requests_loses_nothing(llama, seed):
-    campaign = run_campaign(llama, seed, num_requests=1000)
+    campaign = run_campaign(llama, seed, num_requests=1000, tasks_per_loop=40, deaths={500})
     assert campaign.outcomes["refused"] > 0
