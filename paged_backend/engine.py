@@ -37,6 +37,7 @@ from paged_backend.sampling_params import SamplingParams
 from paged_backend.scheduler import ScheduledStep, Scheduler
 from paged_backend.stats import EngineStats, StatsRecorder, Stopwatch
 from paged_backend.stopping import check_stop, finish_reason
+from paged_backend.structured import check_constraint
 from paged_backend.twin import Twin
 
 logger = logging.getLogger("paged_backend")
@@ -548,6 +549,7 @@ class Engine:
         params = self._default_params(len(token_ids)) if params is None else sampling_params(params)
         params.validate_for(self.twin.vocab_size)
         check_stop(params, self.tokenizer)
+        check_constraint(params, self.tokenizer)
         if params.n > self.config.max_num_seqs:
             raise RequestRefused(f"n={params.n} samples cannot run at once; max_num_seqs is {self.config.max_num_seqs}")
         self._check_length(len(token_ids), params.max_tokens)

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 from paged_backend.detokenizer import tokenizer_lock
 from paged_backend.errors import SamplingFailed
 from paged_backend.sampling_state import SamplingState, SeenTokens
+from paged_backend.structured import Constraint
 
 if TYPE_CHECKING:
     from paged_backend.request import Request
@@ -22,7 +23,7 @@ class LogitsProcessing:
     """Everything between the logits and temperature, in transformers' order.
 
     logit_bias, repetition penalty, presence and frequency penalty (which transformers lacks), min_tokens, bad_words,
-    then the request's own processors. The first four work on all rows at once and touch only the tokens concerned,
+    then the request's own processors, and last what its output must match, which nothing may undo. The first four work on all rows at once and touch only the tokens concerned,
     with the results of SequenceBias-, RepetitionPenalty- and MinNewTokensLengthLogitsProcessor.
     """
 
@@ -41,6 +42,11 @@ class LogitsProcessing:
                 try:
                     scores[row] = self._process_alone(scores[row : row + 1].clone(), request)[0]
                 # Whatever a request's own code raises is that request's result and no other's.
+                except Exception as error:
+                    failures[row] = error
+            if request.params.is_constrained and row not in failures:
+                try:
+                    self._constrain(scores[row], request)
                 except Exception as error:
                     failures[row] = error
         return failures
@@ -106,6 +112,12 @@ class LogitsProcessing:
                 raise SamplingFailed(f"logits processor {name} must return scores of shape {expected}, got {got}")
             scores = processed
         return scores
+
+    def _constrain(self, scores: Tensor, request: Request) -> None:
+        state = SamplingState.of(request)
+        if state.constraint is None:
+            state.constraint = Constraint(request.params, self.tokenizer, self.eos_token_ids, len(scores))
+        state.constraint.apply(scores, request.output.token_ids)
 
     def _bad_words_processors(self, request: Request) -> list[LogitsProcessor]:
         words = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,10 @@ class SamplingParams:
     logprobs: for each output token, natural logarithms of the probabilities of this many likeliest tokens and of the
         token itself; 0 is the token alone, None is none.
     logprobs_mode: ``"raw"`` takes them from the model's logits, ``"processed"`` from what the token was drawn from.
+    json_schema, regex, grammar: what the output's text must match, at most one of them: a JSON schema (a mapping, its
+        JSON text, or a pydantic class), a regular expression, or a grammar in llguidance's Lark dialect. Tokens that
+        could not lead there cannot be drawn. JSON is written on one line, as json.dumps does. Cut off by ``max_tokens``
+        the output matches the beginning. Needs a tokenizer, an end-of-sequence token, and the extra ``structured``.
     logits_processors: callables ``(input_ids [1, L] int64, scores [1, V] float32) -> scores [1, V]``, called in order
         for this request alone after the penalties and before temperature. An exception fails this request alone.
         With ``n`` above 1 its samples share them, so they must keep no state of one sequence.
@@ -95,6 +100,9 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     logprobs_mode: Literal["raw", "processed"] = "raw"
+    json_schema: Mapping[str, Any] | str | type | None = None
+    regex: str | None = None
+    grammar: str | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
@@ -121,6 +129,15 @@ class SamplingParams:
         self._replace("bad_words", _checked_bad_words(self.bad_words))
         self._replace("stop", _checked_stop(self.stop))
         self._replace("stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids))
+        if self.json_schema is not None:
+            self._replace("json_schema", _checked_schema(self.json_schema))
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} must be a text or None, got {getattr(self, name)!r}")
+        if sum(value is not None for value in (self.json_schema, self.regex, self.grammar)) > 1:
+            raise ConfigError("json_schema, regex and grammar exclude each other; give one of them")
+        if self.is_constrained and self.ignore_eos:
+            raise ConfigError("ignore_eos=True cannot go with json_schema, regex or grammar, which end the output")
         processors = _as_tuple("logits_processors", self.logits_processors, "callables")
         for processor in processors:
             if not callable(processor):
@@ -143,10 +160,20 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
+    def is_constrained(self) -> bool:
+        """The output has to match something."""
+        return self.json_schema is not None or self.regex is not None or self.grammar is not None
+
+    @cached_property
     def changes_logits(self) -> bool:
         """Something other than temperature, top_k, top_p and min_p stands between the logits and the choice."""
         return bool(
-            self.has_penalties or self.min_tokens or self.logit_bias or self.bad_words or self.logits_processors
+            self.has_penalties
+            or self.min_tokens
+            or self.logit_bias
+            or self.bad_words
+            or self.logits_processors
+            or self.is_constrained
         )
 
     @cached_property
@@ -199,6 +226,19 @@ def _checked_bias(value: Any) -> dict[int, float]:
         token: -math.inf if bias == -math.inf else _checked_float(f"logit_bias[{token}]", bias, -MAX_FACTOR, MAX_FACTOR)
         for token, bias in zip(_checked_token_ids("logit_bias", value.keys()), value.values(), strict=True)
     }
+
+
+def _checked_schema(value: Any) -> dict[str, Any]:
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    try:
+        # A copy that shares nothing with its owner's.
+        schema = json.loads(value if isinstance(value, str) else json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"json_schema must be a JSON schema, got {value!r:.200}: {error}") from error
+    if not isinstance(schema, dict):
+        raise ConfigError(f"json_schema must be a mapping, its JSON text or a pydantic class, got {value!r:.200}")
+    return schema
 
 
 def _checked_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -13,23 +13,25 @@ if TYPE_CHECKING:
     from paged_backend.request import Request
     from paged_backend.sampling_params import LogitsProcessor
     from paged_backend.stopping import StopStrings
+    from paged_backend.structured import Constraint
 
 
 class SamplingState:
     """Held by ``Request.sampling_state``. All of it follows from the request, so that losing it loses nothing.
 
-    stream: key of the request's random stream. seen: its distinct tokens. bias: the ids and
-    values of its logit_bias.
-    processors: what runs on its row alone. stop_strings: its text so far, where it has stop strings.
+    stream: key of the request's random stream. seen: its distinct tokens. bias: the ids and values of its logit_bias.
+    processors: what runs on its row alone. constraint: how far it is in what its output must match.
+    stop_strings: its text so far, where it has stop strings.
     """
 
-    __slots__ = ("bias", "processors", "seen", "stop_strings", "stream")
+    __slots__ = ("bias", "constraint", "processors", "seen", "stop_strings", "stream")
 
     def __init__(self) -> None:
         self.stream: int | None = None
         self.seen: SeenTokens | None = None
         self.bias: tuple[Tensor, Tensor] | None = None
         self.processors: list[LogitsProcessor] | None = None
+        self.constraint: Constraint | None = None
         self.stop_strings: StopStrings | None = None
 
     @classmethod

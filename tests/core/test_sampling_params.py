@@ -33,6 +33,9 @@ REFUSED = {
     "n": [0, -1, 1.0, True, None, 10**9],
     "logprobs": [-1, 1.0, True, "5"],
     "logprobs_mode": ["both", None, [], True],
+    "json_schema": [5, [1], "{", "[]", {"a": object()}, int],
+    "regex": [5, b"a", ["a"]],
+    "grammar": [5, b"a", ["a"]],
     "logits_processors": [[1], 3, "x", [None]],
 }
 
