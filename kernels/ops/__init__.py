@@ -1,5 +1,6 @@
 """Operations on a paged KV cache, one file each, with the plain-torch reference beside the kernels that equal it."""
 
+from paged_backend.kernels import cpu
 from paged_backend.kernels.copy_blocks import copy_blocks
 from paged_backend.kernels.decode_attention import decode_attention
 from paged_backend.kernels.dispatch import implementations
@@ -12,6 +13,7 @@ from paged_backend.kernels.store_kv import store_kv
 __all__ = [
     "add_rms_norm",
     "copy_blocks",
+    "cpu",
     "decode_attention",
     "gelu_mul",
     "implementations",

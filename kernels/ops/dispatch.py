@@ -15,6 +15,7 @@ _PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton", "reference"), "cpu
 _FALLBACK = ("reference",)
 
 _implementations: dict[str, dict[str, Callable[..., Any]]] = {}
+_available: dict[str, Callable[[], bool]] = {}
 
 
 def implements(operation: str, backend: str) -> Callable[[Function], Function]:
@@ -25,6 +26,11 @@ def implements(operation: str, backend: str) -> Callable[[Function], Function]:
         return function
 
     return register
+
+
+def available_if(backend: str, predicate: Callable[[], bool]) -> None:
+    """Lets "auto" choose `backend` only where `predicate` holds; it is asked every time and should remember."""
+    _available[backend] = predicate
 
 
 def implementations(operation: str) -> tuple[str, ...]:
@@ -40,7 +46,7 @@ def implementation(operation: str, backend: str, tensor: torch.Tensor) -> Callab
     known = _implementations[operation]
     if backend == "auto":
         for name in _PREFERENCE.get(tensor.device.type, _FALLBACK):
-            if name in known:
+            if name in known and (name not in _available or _available[name]()):
                 return known[name]
     if backend not in known:
         raise ValueError(f"{operation} has no backend {backend!r}; use one of {('auto', *known)}")

@@ -1,0 +1,247 @@
+// The operations as torch sees them, and the decoder layer that is made of them.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <optional>
+
+#include "attention.h"
+#include "product.h"
+
+namespace paged {
+namespace {
+
+using at::Tensor;
+using Optional = std::optional<Tensor>;
+
+Type type_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return Type::f32;
+    case at::kBFloat16:
+      return Type::bf16;
+    case at::kHalf:
+      return Type::f16;
+    case at::kChar:
+      return Type::i8;
+    default:
+      TORCH_CHECK_VALUE(false, "the cpu backend takes float32, bfloat16 and float16, got ", tensor.scalar_type());
+  }
+}
+
+const float* floats(const Optional& tensor) {
+  return tensor ? tensor->const_data_ptr<float>() : nullptr;
+}
+
+Heads heads_of(const Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.stride(2) == 1 || tensor.size(2) == 1, "the dims of a head must be consecutive");
+  return {tensor.const_data_ptr(), type_of(tensor), tensor.stride(0), tensor.stride(1)};
+}
+
+Cache cache_of(const Tensor& key, const Tensor& value) {
+  TORCH_CHECK_VALUE(key.scalar_type() == value.scalar_type(), "key_cache and value_cache must have one dtype");
+  return {key.data_ptr(), value.data_ptr(), type_of(key), key.size(1), key.size(2), key.size(3), value.size(3)};
+}
+
+Tables tables_of(const Tensor& block_tables, const Tensor& context_lens) {
+  TORCH_CHECK_VALUE(block_tables.stride(1) == 1 || block_tables.size(1) == 1, "block_tables must have whole rows");
+  return {block_tables.const_data_ptr<int32_t>(), block_tables.stride(0), context_lens.const_data_ptr<int32_t>(),
+          context_lens.size(0)};
+}
+
+Rule rule_of(double scale, int64_t window, int64_t chunk, double softcap, const Optional& sinks) {
+  return {static_cast<float>(scale), static_cast<float>(softcap), window, chunk, floats(sinks)};
+}
+
+void store(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
+           const Tensor& slot_mapping) {
+  store_kv(heads_of(key), heads_of(value), cache_of(key_cache, value_cache), slot_mapping.const_data_ptr<int64_t>(),
+           slot_mapping.size(0));
+}
+
+Tensor decode(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
+              const Tensor& context_lens, double scale, int64_t window, int64_t chunk, double softcap,
+              const Optional& sinks) {
+  Tensor result = at::empty({query.size(0), query.size(1), value_cache.size(3)}, query.options());
+  decode_attention(heads_of(query), query.size(1), cache_of(key_cache, value_cache),
+                   tables_of(block_tables, context_lens), rule_of(scale, window, chunk, softcap, sinks),
+                   result.data_ptr());
+  return result;
+}
+
+Tensor prefill(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
+               const Tensor& cu_seqlens_q, const Tensor& context_lens, double scale, int64_t window, int64_t chunk,
+               double softcap, const Optional& sinks) {
+  Tensor result = at::empty({query.size(0), query.size(1), value_cache.size(3)}, query.options());
+  const auto* offsets = cu_seqlens_q.const_data_ptr<int32_t>();
+  for (int64_t s = 0; s < context_lens.size(0); ++s) {
+    const int64_t num_queries = offsets[s + 1] - offsets[s];
+    TORCH_CHECK_VALUE(num_queries <= context_lens.const_data_ptr<int32_t>()[s], "sequence ", s, " has ", num_queries,
+                      " queries but only ", context_lens.const_data_ptr<int32_t>()[s], " tokens of context");
+  }
+  prefill_attention(heads_of(query), query.size(1), cache_of(key_cache, value_cache),
+                    tables_of(block_tables, context_lens), offsets, rule_of(scale, window, chunk, softcap, sinks),
+                    result.data_ptr());
+  result.slice(0, offsets[context_lens.size(0)]).zero_();
+  return result;
+}
+
+// A packed weight with its extras, as packed_linear.py lays them out.
+struct Linear {
+  Tensor packed;
+  Optional scale, bias;
+  int64_t num_columns;
+
+  Weight weight() const {
+    const bool pairs = packed.dim() == 4;
+    return {packed.const_data_ptr(), type_of(packed), pairs,         num_columns,
+            packed.size(1) * (pairs ? 2 : 1), floats(scale), floats(bias)};
+  }
+};
+
+Tensor linear(const Tensor& x, const Tensor& packed, const Optional& scale, const Optional& bias, int64_t num_columns,
+              int64_t then) {
+  const Linear linear{packed, scale, bias, num_columns};
+  const Weight weight = linear.weight();
+  TORCH_CHECK_VALUE(x.size(-1) == weight.depth, "x has ", x.size(-1), " columns, the weight takes ", weight.depth);
+  const Tensor rows = x.contiguous();
+  auto sizes = x.sizes().vec();
+  sizes.back() = then >= static_cast<int64_t>(Then::silu_gate) ? num_columns / 2 : num_columns;
+  Tensor result = at::empty(sizes, x.options());
+  product(rows.const_data_ptr(), type_of(x), rows.numel() / weight.depth, weight, static_cast<Then>(then), nullptr,
+          result.data_ptr());
+  return result;
+}
+
+Tensor norm(const Tensor& x, const Tensor& weight, double epsilon) {
+  const Tensor rows = x.contiguous();
+  Tensor result = at::empty(x.sizes(), x.options());
+  rms_norm(rows.const_data_ptr(), type_of(x), x.numel() / x.size(-1), x.size(-1), weight.const_data_ptr<float>(),
+           epsilon, nullptr, result.data_ptr());
+  return result;
+}
+
+Tensor gated_activation(const Tensor& gates_and_others, bool gelu) {
+  const Tensor rows = gates_and_others.contiguous();
+  auto sizes = rows.sizes().vec();
+  const int64_t dim = sizes.back() /= 2;
+  Tensor result = at::empty(sizes, rows.options());
+  gated(rows.const_data_ptr(), type_of(rows), result.numel() / dim, dim, gelu, result.data_ptr());
+  return result;
+}
+
+// One decoder layer over the packed tokens of a step, its keys and values stored on the way.
+//
+// norms: of the input, of the attention's result, before and after the MLP, of queries, of keys; float32 or absent.
+// weights, scales, biases: query-key-value, output, gate-and-other, down.
+Tensor decoder_layer(const Tensor& hidden, const Optional& cos, const Optional& sin,
+                     const c10::List<Optional>& norms, double epsilon, const c10::List<Tensor>& weights,
+                     const c10::List<Optional>& scales, const c10::List<Optional>& biases, int64_t num_heads,
+                     int64_t activation, const Tensor& key_cache, const Tensor& value_cache, const Tensor& slot_mapping,
+                     const Tensor& block_tables, const Tensor& context_lens, const Tensor& cu_seqlens_q,
+                     int64_t num_decodes, double scale, int64_t window, int64_t chunk, double softcap,
+                     const Optional& sinks) {
+  const Cache cache = cache_of(key_cache, value_cache);
+  const int64_t width = hidden.size(-1), num_tokens = hidden.numel() / width;
+  const int64_t query_dims = num_heads * cache.key_dim, key_dims = cache.num_kv_heads * cache.key_dim;
+  const int64_t value_dims = cache.num_kv_heads * cache.value_dim, result_dims = num_heads * cache.value_dim;
+  const int64_t projected = query_dims + key_dims + value_dims;
+  TORCH_CHECK(hidden.is_contiguous(), "hidden states must be contiguous");
+  const Type type = type_of(hidden);
+  std::vector<Optional> norm(norms.begin(), norms.end());
+  auto weight = [&](int i, int64_t num_columns) {
+    return Linear{weights.get(i), scales.get(i), biases.get(i), num_columns}.weight();
+  };
+  const int64_t inner = weights.get(3).size(1) * (weights.get(3).dim() == 4 ? 2 : 1);
+  auto buffer = [&](int64_t columns) { return at::empty({num_tokens, columns}, hidden.options()); };
+  // x + norm(product), or x + product where there is no norm.
+  auto add = [&](const Tensor& from, const Weight& by, const Tensor& x, const Optional& norm, const Tensor& result) {
+    if (!norm) return product(from.const_data_ptr(), type, num_tokens, by, Then::add, x.const_data_ptr(), result.data_ptr());
+    product(from.const_data_ptr(), type, num_tokens, by, Then::keep, nullptr, result.data_ptr());
+    rms_norm(result.const_data_ptr(), type, num_tokens, width, floats(norm), epsilon, x.const_data_ptr(), result.data_ptr());
+  };
+  auto normed = [&](const Tensor& x, const Optional& norm, const Tensor& result) {
+    if (!norm) return x;
+    rms_norm(x.const_data_ptr(), type, num_tokens, width, floats(norm), epsilon, nullptr, result.data_ptr());
+    return result;
+  };
+
+  const Tensor scratch = buffer(width), attended = buffer(result_dims), qkv = buffer(projected);
+  product(normed(hidden, norm[0], scratch).const_data_ptr(), type, num_tokens, weight(0, projected), Then::keep, nullptr,
+          qkv.data_ptr());
+  const int64_t bytes = size_of(type);
+  char* query = static_cast<char*>(qkv.data_ptr());
+  char* key = query + query_dims * bytes;
+  Rotation rotation{cos ? cos->const_data_ptr() : nullptr, sin ? sin->const_data_ptr() : nullptr,
+                    cos ? cos->size(-1) : 0, floats(norm[4]), static_cast<float>(epsilon)};
+  rotate(query, type, projected, num_tokens, num_heads, cache.key_dim, rotation);
+  rotation.norm = floats(norm[5]);
+  rotate(key, type, projected, num_tokens, cache.num_kv_heads, cache.key_dim, rotation);
+  store_kv({key, type, projected, cache.key_dim}, {key + key_dims * bytes, type, projected, cache.value_dim}, cache,
+           slot_mapping.const_data_ptr<int64_t>(), num_tokens);
+  const Rule rule = rule_of(scale, window, chunk, softcap, sinks);
+  Tables tables = tables_of(block_tables, context_lens);
+  const int64_t num_prefills = tables.num_seqs - num_decodes;
+  tables.num_seqs = num_decodes;
+  decode_attention({query, type, projected, cache.key_dim}, num_heads, cache, tables, rule, attended.data_ptr());
+  tables.blocks += num_decodes * tables.stride;
+  tables.context_lens += num_decodes;
+  tables.num_seqs = num_prefills;
+  prefill_attention({query + num_decodes * projected * bytes, type, projected, cache.key_dim}, num_heads, cache, tables,
+                    cu_seqlens_q.const_data_ptr<int32_t>(), rule,
+                    static_cast<char*>(attended.data_ptr()) + num_decodes * result_dims * bytes);
+
+  const Tensor middle = buffer(width), result = at::empty(hidden.sizes(), hidden.options()), gates = buffer(inner);
+  add(attended, weight(1, width), hidden, norm[1], middle);
+  product(normed(middle, norm[2], scratch).const_data_ptr(), type, num_tokens, weight(2, 2 * inner),
+          static_cast<Then>(activation), nullptr, gates.data_ptr());
+  add(gates, weight(3, width), middle, norm[3], result);
+  return result;
+}
+
+// Asks for large pages under memory that is not written yet: a weight streams a third faster from them.
+void prefer_large_pages(const Tensor& tensor) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + kPage - 1) & ~(kPage - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + tensor.nbytes()) & ~(kPage - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+#define PAGED_RULE "float scale, int window, int chunk, float softcap, Tensor? sinks"
+#define PAGED_CACHE "Tensor(a!) key_cache, Tensor(b!) value_cache"
+
+TORCH_LIBRARY(PAGED_LIBRARY, m) {
+  m.def("store_kv(Tensor key, Tensor value, " PAGED_CACHE ", Tensor slot_mapping) -> ()");
+  m.def("decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+        "Tensor context_lens, " PAGED_RULE ") -> Tensor");
+  m.def("prefill_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+        "Tensor cu_seqlens_q, Tensor context_lens, " PAGED_RULE ") -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, int num_columns, int then) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+  m.def("gated_activation(Tensor gates_and_others, bool gelu) -> Tensor");
+  m.def("decoder_layer(Tensor hidden, Tensor? cos, Tensor? sin, Tensor?[] norms, float epsilon, Tensor[] weights, "
+        "Tensor?[] scales, Tensor?[] biases, int num_heads, int activation, " PAGED_CACHE ", Tensor slot_mapping, "
+        "Tensor block_tables, Tensor context_lens, Tensor cu_seqlens_q, int num_decodes, " PAGED_RULE ") -> Tensor");
+  m.def("prefer_large_pages(Tensor tensor) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(PAGED_LIBRARY, CPU, m) {
+  m.impl("store_kv", store);
+  m.impl("decode_attention", decode);
+  m.impl("prefill_attention", prefill);
+  m.impl("linear", linear);
+  m.impl("rms_norm", norm);
+  m.impl("gated_activation", gated_activation);
+  m.impl("decoder_layer", decoder_layer);
+  m.impl("prefer_large_pages", prefer_large_pages);
+}
+
+}  // namespace
+}  // namespace paged

@@ -1,0 +1,136 @@
+"""The C++ library: compiled once for this processor into torch's extension cache, then loaded from there."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "rows.cpp")
+_HEADERS = ("attention.h", "product.h", "rows.h", "vec.h")
+_FLAGS = ("-O3", "-fopenmp", "-w")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+# What the compiler may use at each level; "plain" is the least that every processor of the architecture has.
+LEVELS = {
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "plain": (),
+}
+_building = threading.Lock()
+
+
+class UnavailableWarning(UserWarning):
+    """The C++ operations could not be compiled, so that plain torch runs in their place."""
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether the library can be loaded, compiling it if need be. Warns once, with the remedy, when it cannot."""
+    try:
+        library()
+    except Exception as error:
+        compiler = os.environ.get("CXX", "c++")
+        remedy = (
+            f"read the compiler's messages above: {error}"
+            if shutil.which(compiler)
+            else f"install a C++ compiler ({compiler} is not found; `apt install g++` or `dnf install gcc-c++` bring one)"
+        )
+        warnings.warn(
+            "the C++ operations of paged_backend could not be compiled, and plain torch, which is several times "
+            f"slower, runs in their place; {remedy}",
+            UnavailableWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@functools.cache
+def library() -> Any:
+    """The operations for this processor, a namespace of torch.ops. Raises what the compiler raises."""
+    return load(level())
+
+
+@functools.cache
+def level() -> str:
+    """The best of LEVELS that this processor knows."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        try:
+            flags = set(Path("/proc/cpuinfo").read_text().split())
+        except OSError:
+            flags = set()
+        if {"avx2", "fma", "f16c"} <= flags:
+            if not {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
+                return "avx2"
+            return "avx512_bf16" if "avx512_bf16" in flags else "avx512"
+    return "plain"
+
+
+@functools.cache
+def load(level: str) -> Any:
+    """The operations compiled for one of LEVELS, which this processor must know."""
+    namespace = f"paged_backend_{level}"
+    flags = (*_FLAGS, *LEVELS[level], f"-DPAGED_LIBRARY={namespace}")
+    folder = Path(__file__).parent
+    digest = hashlib.sha256("\0".join([torch.__version__, platform.machine(), *flags]).encode())
+    for name in (*_SOURCES, *_HEADERS):
+        digest.update((folder / name).read_bytes())
+    name = f"{namespace}_{digest.hexdigest()[:16]}"
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    path = Path(cache) / name / f"{name}.so"
+    with _building:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path.parent / "lock"):
+                if not path.exists():
+                    _compile(name, [str(folder / source) for source in _SOURCES], flags, path)
+        torch.ops.load_library(str(path))
+    return getattr(torch.ops, namespace)
+
+
+def _compile(name: str, sources: list[str], flags: tuple[str, ...], path: Path) -> None:
+    """Compile aside and move into place, so that a path that exists is a library that is whole."""
+    # Takes a second to import, and only the first process of a machine needs it.
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as aside, _scripts_on_path(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cpp_extension.load(
+            name, sources, extra_cflags=list(flags), extra_ldflags=["-fopenmp"], build_directory=aside, is_python_module=False
+        )
+        os.replace(Path(aside) / path.name, path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the system gives back when its holder dies, unlike the file that cpp_extension waits for."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _scripts_on_path() -> Iterator[None]:
+    """Let cpp_extension find the ninja of this environment, which need not be activated."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts"), str(Path(sys.executable).parent)])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

@@ -1,0 +1,116 @@
+// Products with packed weights: tiles of a few rows by 32 columns whose sums stay in registers.
+#pragma once
+
+#include "vec.h"
+
+namespace paged {
+
+// Columns of a panel. A packed matrix is [panels][steps][32] words of 4 bytes where rows are multiplied as pairs of
+// bfloat16 (the word is two consecutive ones of a column), and [panels][steps][32] numbers otherwise.
+constexpr int kPanel = 32;
+constexpr int kVectors = kPanel / W;
+// Rows of a tile: as many as leave registers for a panel and a broadcast.
+constexpr int kTileRows = W == 16 ? 12 : 2;
+
+// How panels of stored numbers S are multiplied by rows of A, `kStep` elements of a row at a time.
+template <class S>
+struct Plain {
+  using Row = float;
+  using Stored = S;
+  static constexpr int kStep = 1;
+  static PAGED_INLINE F panel(const S* p) { return load(p); }
+  static PAGED_INLINE F multiply(F sums, F panel, const float* row) { return sums + panel * *row; }
+};
+
+#if PAGED_BF16_DOT
+struct Pairs {
+  using Row = bf16;
+  static constexpr int kStep = 2;
+  static PAGED_INLINE F multiply(F sums, U panel, const bf16* row) {
+    uint32_t pair;
+    std::memcpy(&pair, row, 4);
+    return dot_pairs(sums, panel, pair - U{});
+  }
+};
+struct Bf16Pairs : Pairs {
+  using Stored = bf16;
+  static PAGED_INLINE U panel(const bf16* p) { return read<U>(p); }
+};
+struct Int8Pairs : Pairs {
+  using Stored = int8_t;
+  static PAGED_INLINE U panel(const int8_t* p) {
+    return (U)(__m512i)_mm512_cvtne2ps_pbh((__m512)load(p + W), (__m512)load(p));
+  }
+};
+#endif
+
+// sums[m][0 to 32] (+)= rows[m] times one panel. Every step fetches `ahead` towards the cache and moves it on.
+template <class K, int M>
+void tile(const void* rows, int64_t row_stride, const void* panel, int64_t steps, float* sums, int64_t sums_stride,
+          bool accumulate, const char* ahead, int64_t ahead_stride) {
+  const auto* a = static_cast<const typename K::Row*>(rows);
+  const auto* b = static_cast<const typename K::Stored*>(panel);
+  F acc[M][kVectors];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) acc[m][v] = accumulate ? load(sums + m * sums_stride + v * W) : F{};
+  }
+  for (int64_t s = 0; s < steps; ++s) {
+    decltype(K::panel(b)) columns[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) columns[v] = K::panel(b + v * W * K::kStep);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) acc[m][v] = K::multiply(acc[m][v], columns[v], a + m * row_stride);
+    }
+    __builtin_prefetch(ahead);
+    ahead += ahead_stride;
+    a += K::kStep;
+    b += kPanel * K::kStep;
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) store(sums + m * sums_stride + v * W, acc[m][v]);
+  }
+}
+
+using Tile = void (*)(const void*, int64_t, const void*, int64_t, float*, int64_t, bool, const char*, int64_t);
+
+template <class K, int... M>
+inline Tile tile_of(int64_t num_rows, std::integer_sequence<int, M...>) {
+  static constexpr Tile tiles[] = {tile<K, M + 1>...};
+  return tiles[num_rows - 1];
+}
+
+// The tile for 1 to kTileRows rows.
+template <class K>
+inline Tile tile_of(int64_t num_rows) {
+  return tile_of<K>(num_rows, std::make_integer_sequence<int, kTileRows>{});
+}
+
+// A packed weight, as `pack` of packed_linear.py lays it out.
+struct Weight {
+  const void* data;
+  Type type;
+  bool pairs;
+  int64_t num_columns;  // outputs, of which the last panel may be padded
+  int64_t depth;        // inputs
+  const float* scale;   // [num_columns] or null, of int8
+  const float* bias;    // [num_columns] or null
+
+  int64_t num_panels() const { return (num_columns + kPanel - 1) / kPanel; }
+};
+
+// What becomes of a product: it is the result; it is added to `residual`; or every panel holds 16 columns of a gate
+// and the 16 they gate, and the result is activation(gate) * other, of half as many columns.
+enum class Then { keep, add, silu_gate, gelu_gate };
+
+// result[num_rows][columns] = x[num_rows][depth] times the weight. x, residual and result are contiguous and of `type`,
+// result may be residual.
+void product(const void* x, Type type, int64_t num_rows, const Weight& weight, Then then, const void* residual,
+             void* result);
+
+}  // namespace paged
