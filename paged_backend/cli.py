@@ -1,12 +1,10 @@
-"""The command line: ``paged-backend demo`` and ``paged-backend plugins``."""
+"""The command line: ``paged-backend demo``, ``generate``, ``chat`` and ``plugins``."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -18,21 +16,13 @@ except ImportError as error:
     sys.exit(f"the command line needs the {error.name} package: pip install 'paged-backend[cli]'")
 
 import paged_backend
-from paged_backend.errors import PagedBackendError
+from paged_backend.cli_chat import chat
+from paged_backend.cli_engine import errors_in_words
+from paged_backend.cli_generate import generate
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
-
-
-@contextmanager
-def _errors_in_words() -> Iterator[None]:
-    """What the user can mend is told without a traceback."""
-    try:
-        yield
-    except (PagedBackendError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 def _print_version(wanted: bool) -> None:
@@ -73,7 +63,7 @@ def demo(
     console = Console()
     # On a machine that does other work too, threads that spin while they wait take the time from those they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with _errors_in_words():
+    with errors_in_words():
         # torch and transformers take seconds to import, which --help need not wait for.
         import torch
         from transformers.utils import logging
@@ -92,10 +82,14 @@ def demo(
     raise typer.Exit(0 if agree else 1)
 
 
+app.command()(generate)
+app.command()(chat)
+
+
 @app.command()
 def plugins() -> None:
     """List the policies that an engine can be given by name, each with the plugin and the distribution it came from."""
-    with _errors_in_words():
+    with errors_in_words():
         from paged_backend.plugin_manager import PluginManager
 
         loaded = PluginManager().describe()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paged_backend.detokenizer import IncrementalDetokenizer
 from paged_backend.errors import RequestFailed
-from paged_backend.ticket import Ticket, await_until, sleep_until
+from paged_backend.ticket import Ticket, await_until, call_at_end, sleep_until
 
 if TYPE_CHECKING:
     from paged_backend.request import FinishReason, RequestOutput
@@ -57,6 +57,13 @@ class Handle:
     def cancel(self) -> None:
         """End the request with ``"abort"`` within a step; does nothing when it is over."""
         self._ticket.cancel()
+
+    def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
+        """Have ``callback(handle)`` called when the request is over, or at once if it is.
+
+        The engine's thread calls it, and every request waits meanwhile. Nothing else need refer to the handle.
+        """
+        call_at_end(self._ticket, lambda: callback(self))
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end; returns the output, of the first sample if there are several (see ``outputs``).

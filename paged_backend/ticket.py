@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,8 @@ from paged_backend.errors import DeadlineExceeded, EngineClosed
 if TYPE_CHECKING:
     from paged_backend.engine_thread import EngineThread
     from paged_backend.request import Request, RequestOutput
+
+logger = logging.getLogger("paged_backend")
 
 
 class Ticket:
@@ -116,7 +119,20 @@ class _TaskWaiter:
         wakes.add(self)
 
 
-_Waiter = _ThreadWaiter | _TaskWaiter
+class _Callback:
+    """A function to be called by the engine's thread."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def wake(self, wakes: Wakes) -> None:
+        try:
+            self._function()
+        except Exception:
+            logger.exception("a callback failed")
+
+
+_Waiter = _ThreadWaiter | _TaskWaiter | _Callback
 
 
 def sleep_until(
@@ -164,7 +180,17 @@ async def await_until(ticket: Ticket, waiters: deque[_Waiter], is_there: Callabl
         raise
 
 
-def _forget(waiters: deque[_Waiter], waiter: _Waiter) -> None:
-    # It may have been woken at the very last moment.
+def call_at_end(ticket: Ticket, function: Callable[[], object]) -> None:
+    """Have ``function`` called once the request is over: by the engine's thread, or now if it is."""
+    waiter = _Callback(function)
+    ticket.waiting_for_end.append(waiter)
+    if ticket.is_over and _forget(ticket.waiting_for_end, waiter):
+        function()
+
+
+def _forget(waiters: deque[_Waiter], waiter: _Waiter) -> bool:
+    """Take a waiter back; False if it was woken at the very last moment."""
     with suppress(ValueError):
         waiters.remove(waiter)
+        return True
+    return False
