@@ -75,14 +75,15 @@ class PolicyErrors:
         name = f"{name_of(policy)}.{method}" + (" (slow)" if slow else "")
         what = f"{error}" if slow or isinstance(error, str) else f"raised {describe(error)}"
         self.counts[name] += 1
-        if self.counts[name] == 1:
-            logger.warning("%s %s; the engine goes on without it, further cases are only counted", name, what)
+        if self.counts[name] > 1:
+            return
+        logger.warning("%s %s; the engine goes on without it, further cases are only counted", name, what)
         if self.strict and not slow and self._raised is None:
             self._raised = PluginError(f"{name} {what}")
             self._raised.__cause__ = error if isinstance(error, BaseException) else None
 
     def raise_first(self) -> None:
-        """Under ``strict``, raise PluginError for the first case since the last call.
+        """Under ``strict``, raise PluginError for a case that came up for the first time since the last call.
 
         The engine calls this when it is at rest, so that its books are right whoever catches the error.
         """
