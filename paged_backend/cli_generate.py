@@ -34,9 +34,7 @@ _BEGINNING = '{"index": '
 def generate(
     prompts: Annotated[
         Path,
-        typer.Argument(
-            exists=True, dir_okay=False, allow_dash=True, help="A file with one prompt a line; - is standard input."
-        ),
+        typer.Argument(dir_okay=False, allow_dash=True, help="A file with one prompt a line; - is standard input."),
     ] = DASH,
     output: Annotated[
         Path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_engine_loop_serves_requests_that_join_while_others_run(model_folder: st
         assert f"joins: {prompt!r}" in output
     assert output.count(" ends (") == len(arrivals)
     assert output.index("joins: " + repr(arrivals[1][1])) < output.index(" ends (")
+
+
+def test_map_documents_answers_every_document_in_one_batch(model_folder: str) -> None:
+    output = run_example("map_documents.py", "--model", model_folder, "--max-tokens", "3").splitlines()
+    summary = re.fullmatch(r"50 documents in (\d+) steps, (\d+) at once", output[-1])
+    assert summary is not None
+    assert int(summary[2]) > 10
+    assert int(summary[1]) < 50
+    assert sum(" is a town that sells " in line for line in output) == 50
 
 
 def test_every_example_is_run_here() -> None:

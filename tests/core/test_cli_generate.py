@@ -1,0 +1,183 @@
+"""paged-backend generate: prompts in, answers out, and on from where it stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_folder import save_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from paged_backend.cli import app
+from paged_backend.service import AsyncEngine
+
+PROMPTS = ["hello", "a longer prompt than that", "x", "two words", "the fifth of them"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny"), max_positions=128))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: str) -> list[str]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        texts.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS) + "\n")
+    return path
+
+
+def generate(folder: str, *arguments: str | Path, stdin: str | None = None) -> Result:
+    options = ["--model", folder, "--kv-cache-memory", "4MiB", "--max-tokens", "8", "--threads", "1"]
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    return runner.invoke(app, ["generate", *map(str, arguments), *options], input=stdin)
+
+
+def records(text: str) -> dict[int, dict]:
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len({row["index"] for row in rows}) == len(rows)
+    return {row["index"]: row for row in rows}
+
+
+def texts(rows: dict[int, dict]) -> list[str]:
+    return [rows[index]["text"] for index in range(len(rows))]
+
+
+def test_a_file_of_prompts_is_answered_as_stock_generate_answers_it(folder, expected, prompts, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    result = generate(folder, prompts, "--output", output)
+    assert result.exit_code == 0, result.output
+    rows = records(output.read_text())
+    assert texts(rows) == expected
+    assert [rows[index]["prompt"] for index in range(5)] == PROMPTS
+    assert "5 answered, 0 failed, 0 were there already" in result.stderr
+
+
+def test_prompts_come_from_standard_input_and_answers_go_to_standard_output(folder, expected):
+    result = generate(folder, stdin="\n\n".join(PROMPTS))
+    assert result.exit_code == 0
+    assert texts(records(result.stdout)) == expected
+
+
+def test_json_lines_may_bring_token_ids_params_and_an_id(folder, expected, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": tokenizer(PROMPTS[0])["input_ids"], "id": "mine"},
+        {"prompt": PROMPTS[1], "params": {"max_tokens": 3}},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = records(generate(folder, path).stdout)
+    assert rows[0]["id"] == "mine"
+    assert rows[0]["text"] == expected[0]
+    assert rows[1]["num_tokens"] == 3
+    assert rows[1]["finish_reason"] == "length"
+
+
+def test_a_prompt_that_is_refused_is_told_in_its_line_and_the_others_are_answered(folder, expected):
+    result = generate(folder, stdin="\n".join([PROMPTS[0], "y" * 500, PROMPTS[2]]))
+    assert result.exit_code == 1
+    rows = records(result.stdout)
+    assert rows[0]["text"] == expected[0]
+    assert "beyond the 128 positions" in rows[1]["error"]
+    assert rows[2]["text"] == expected[2]
+    assert "2 answered, 1 failed" in result.stderr
+
+
+def test_the_same_command_goes_on_where_a_killed_one_stopped(folder, expected, prompts, tmp_path, monkeypatch):
+    output = tmp_path / "answers.jsonl"
+    generate(folder, prompts, "--output", output)
+    lines = sorted(output.read_text().splitlines())
+    failed = json.dumps({"index": 3, "prompt": PROMPTS[3], "error": "no memory"})
+    # Two answers, one that failed, and one that was being written.
+    output.write_text("\n".join([*lines[:2], failed, lines[4][:-9]]))
+    asked = []
+    submit = AsyncEngine.submit
+    monkeypatch.setattr(AsyncEngine, "submit", lambda self, *args: asked.append(args[0]) or submit(self, *args))
+    result = generate(folder, prompts, "--output", output)
+    assert result.exit_code == 0, result.output
+    assert texts(records(output.read_text())) == expected
+    assert asked == PROMPTS[2:]
+    assert "3 answered, 0 failed, 2 were there already" in result.stderr
+    assert list(tmp_path.iterdir()) == sorted([output, prompts])
+
+
+def test_ctrl_c_keeps_the_answers_that_are_there(folder, expected, prompts, tmp_path, monkeypatch):
+    output = tmp_path / "answers.jsonl"
+    submit = AsyncEngine.submit
+
+    def interrupted(self, prompt, params):
+        if prompt == PROMPTS[3]:
+            for handle in handles:
+                handle.result(60)
+            raise KeyboardInterrupt
+        handles.append(submit(self, prompt, params))
+        return handles[-1]
+
+    handles: list = []
+    monkeypatch.setattr(AsyncEngine, "submit", interrupted)
+    result = generate(folder, prompts, "--output", output)
+    assert result.exit_code == 130
+    assert "stopped after 3 answers; the same command goes on from here" in result.stderr
+    assert texts(records(output.read_text())) == expected[:3]
+    monkeypatch.undo()
+    assert generate(folder, prompts, "--output", output).exit_code == 0
+    assert texts(records(output.read_text())) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("my notes\nof today\n", "holds something else than answers"),
+        ("my notes, unfinished", "holds something else than answers"),
+        ('{"index": 0, "prompt": "another", "text": "answer"}\n', "the answer to another prompt 0"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_left_alone(folder, prompts, tmp_path, content, message):
+    output = tmp_path / "answers.jsonl"
+    output.write_text(content)
+    result = generate(folder, prompts, "--output", output)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert output.read_text() == content
+    assert list(tmp_path.iterdir()) == sorted([output, prompts])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("what is this?", "prompt 0 is not JSON"),
+        ('{"text": "a"}', 'prompt 0 is no JSON object with "prompt"'),
+        ('{"prompt": "a", "params": 3}', '"params" of prompt 0 must be a JSON object'),
+    ],
+)
+def test_json_lines_that_cannot_be_used_are_refused(folder, line, message):
+    result = generate(folder, "--jsonl", stdin=line)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_no_more_prompts_are_read_than_are_needed_to_keep_the_batch_full(folder, monkeypatch):
+    most = []
+    submit = AsyncEngine.submit
+    monkeypatch.setattr(
+        AsyncEngine, "submit", lambda self, *args: most.append(self.num_unfinished) or submit(self, *args)
+    )
+    result = generate(folder, "--max-num-seqs", "2", stdin="\n".join(f"prompt {n}" for n in range(30)))
+    assert result.exit_code == 0
+    assert len(records(result.stdout)) == 30
+    assert max(most) <= 4
