@@ -31,7 +31,15 @@ class GenerateCall:
         self.model = model
         self.config = EngineConfig.from_options(options)
         self.plugins = tuple(plugins)
+        self._limits_rows = isinstance(options, EngineConfig) or "max_num_seqs" in options
         self.reached = False
+
+    def config_for(self, num_rows: int) -> EngineConfig:
+        """The configuration for rows that have to run at the same time, which none of the caller's forbids."""
+        if self._limits_rows or num_rows <= self.config.max_num_seqs:
+            return self.config
+        # Rounded up to a power of two, so that calls of many sizes share an engine.
+        return EngineConfig.from_options(self.config, max_num_seqs=1 << (num_rows - 1).bit_length())
 
     @classmethod
     def read(cls, model: Any, arguments: Mapping[str, Any]) -> GenerateCall | None:

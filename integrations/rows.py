@@ -1,9 +1,9 @@
-"""Rows: the prompts of a padded batch, and what stock ``generate`` would show of each."""
+"""Rows: the prompts of a padded batch, and what the model would be fed besides them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +26,12 @@ _INERT_INPUTS = frozenset(
 _CACHES = ("cache", "past_key_values", "cache_params")
 
 
-class Row:
-    """One row of a batch: ``padding`` ([P] int64) and behind it the prompt, a list of token ids."""
+class Row(NamedTuple):
+    """One row of a batch: its number, how much padding stands on its left, and behind that the prompt's token ids."""
 
-    def __init__(self, index: int, padding: Tensor, prompt: list[int]) -> None:
-        self.index = index
-        self.padding = padding
-        self.prompt = prompt
-
-    def input_ids(self, token_ids: Tensor) -> Tensor:
-        """What stock would show of the row when it has come to ``token_ids`` ([1, T]): [1, P + T]."""
-        token_ids = token_ids.to(self.padding.device)
-        return torch.cat([self.padding[None], token_ids], dim=1) if len(self.padding) else token_ids
+    index: int
+    num_padding: int
+    prompt: list[int]
 
 
 def split_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Row]:
@@ -58,10 +52,7 @@ def split_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Row]:
                 "give both the same shape",
             )
         lengths = [_prompt_length(row, mask) for row, mask in enumerate((attention_mask != 0).tolist())]
-    return [
-        Row(row, input_ids[row, : length - kept].long(), tokens[row][length - kept :])
-        for row, kept in enumerate(lengths)
-    ]
+    return [Row(row, length - kept, tokens[row][length - kept :]) for row, kept in enumerate(lengths)]
 
 
 def _prompt_length(row: int, mask: list[bool]) -> int:
@@ -103,7 +94,7 @@ def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: M
 
 
 def _check_positions(position_ids: Tensor, rows: list[Row], input_ids: Tensor) -> None:
-    padding = torch.tensor([len(row.padding) for row in rows], device=position_ids.device)
+    padding = torch.tensor([row.num_padding for row in rows], device=position_ids.device)
     expected = torch.arange(input_ids.shape[1], device=position_ids.device) - padding[:, None]
     if not bool(((position_ids == expected) | (expected < 0)).all()):
         raise refuse("position_ids other than 0, 1, 2, ... from each row's first token on")

@@ -6,14 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from stock_equality import assert_equals_stock, assert_same_tokens, left_padded
+from stock_equality import (
+    LENGTH,
+    RAGGED,
+    assert_all_blocks_are_back,
+    assert_equals_stock,
+    assert_same_tokens,
+    engine_of,
+    left_padded,
+    paged,
+    tokens_drawn_early,
+)
 from tiny_models import make_tiny
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
@@ -22,14 +31,11 @@ from paged_backend.errors import (
     ConfigError,
     ContextOverflow,
     RequestRefused,
-    SamplingFailed,
     UnsupportedCall,
     UnsupportedModel,
 )
 from paged_backend.integrations import model_engines
 
-RAGGED = left_padded([7, 1, 23, 40, 12])
-LENGTH = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "llama4", "deepseek_v2", "gpt_oss"]
 
 
@@ -42,26 +48,6 @@ def llama():
 def fresh():
     """A model of its own, for tests that change it."""
     return make_tiny("llama")
-
-
-def paged(model, inputs=RAGGED, **options):
-    return model.generate(**inputs, **{**LENGTH, **options}, cache_impl="paged")
-
-
-def engine_of(model, place=0):
-    return model_engines._by_model[model].engines[place][2].engine
-
-
-def assert_all_blocks_are_back(engine):
-    engine.blocks.check_integrity()
-    assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
-    assert not engine.scheduler.has_work()
-
-
-def tokens_often_drawn(model, count):
-    """Tokens that greedy rows of RAGGED come to early, to be used as end-of-sequence tokens."""
-    new = model.generate(**RAGGED, **LENGTH)[:, RAGGED["input_ids"].shape[1] :]
-    return sorted({int(new[row, 3 + 2 * row]) for row in range(count)})
 
 
 # Equality
@@ -106,7 +92,7 @@ def test_padding_inferred_from_the_pad_token_equals_stock(llama):
 
 
 def test_rows_that_end_early_are_padded_like_stock(llama):
-    eos = tokens_often_drawn(llama, 3)
+    eos = tokens_drawn_early(llama, 3)
     options = {**LENGTH, "eos_token_id": eos}
     out = assert_equals_stock(llama, RAGGED, **options, pad_token_id=200)
     assert (out == 200).any()
@@ -146,7 +132,7 @@ def test_a_max_length_criterion_of_the_caller_takes_precedence_like_stocks(llama
 
 
 def test_minimum_lengths_equal_stock(llama):
-    eos = tokens_often_drawn(llama, 4)
+    eos = tokens_drawn_early(llama, 4)
     options = {**LENGTH, "eos_token_id": eos}
     assert_equals_stock(llama, RAGGED, **options, min_new_tokens=8)
     assert_equals_stock(llama, RAGGED, **options, min_length=46)
@@ -155,12 +141,12 @@ def test_minimum_lengths_equal_stock(llama):
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
 def test_a_minimum_beyond_the_maximum_ends_at_the_maximum_like_stock(llama):
-    eos = tokens_often_drawn(llama, 4)
+    eos = tokens_drawn_early(llama, 4)
     assert_equals_stock(llama, RAGGED, **{**LENGTH, "eos_token_id": eos}, min_new_tokens=99)
 
 
 def test_the_models_own_generation_config_is_used(fresh):
-    eos = tokens_often_drawn(fresh, 3)
+    eos = tokens_drawn_early(fresh, 3)
     fresh.generation_config = GenerationConfig(
         max_new_tokens=11, eos_token_id=eos, pad_token_id=5, repetition_penalty=1.3, min_new_tokens=2
     )
@@ -288,173 +274,6 @@ def test_user_processors_and_processors_of_the_configuration_give_the_same_sampl
     torch.manual_seed(5)
     as_processors = paged(llama, **SAMPLING, logits_processor=LogitsProcessorList([Nothing()]))
     assert torch.equal(as_fields, as_processors)
-
-
-# Processors and criteria
-
-
-def bias_even_tokens(input_ids, scores):
-    scores = scores.clone()
-    scores[:, ::2] += 1.0
-    return scores
-
-
-PROCESSORS = {
-    "repetition_penalty": {"repetition_penalty": 1.4},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.4},
-    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
-    "encoder_no_repeat_ngram": {"encoder_no_repeat_ngram_size": 1},
-    "bad_words": {"bad_words_ids": [[7], [229, 229]]},
-    "sequence_bias": {"sequence_bias": {(7,): 4.0, (229, 143): -5.0}},
-    "forced_eos": {"forced_eos_token_id": 9},
-    "suppress": {"suppress_tokens": [229, 251]},
-    "begin_suppress": {"begin_suppress_tokens": [229, 251]},
-    "decay": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": 17},
-    "renormalize": {"renormalize_logits": True, "remove_invalid_values": True},
-    "prefix": {"prefix_allowed_tokens_fn": lambda row, tokens: [20 + row, 30 + row, 40 + len(tokens)]},
-    "guidance": {"guidance_scale": 1.7},
-    "user": {"logits_processor": LogitsProcessorList([bias_even_tokens])},
-}
-
-
-@pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS.keys())
-def test_a_processor_acts_on_every_row_as_in_stock(llama, options):
-    assert_equals_stock(llama, RAGGED, **{**LENGTH, **options})
-
-
-def test_processors_see_the_padded_row_that_stock_shows(llama):
-    seen = []
-
-    def remember(input_ids, scores):
-        seen.append(input_ids.clone())
-        return scores
-
-    out = paged(llama, max_new_tokens=3, logits_processor=LogitsProcessorList([remember]))
-    for step in range(3):
-        shown = torch.cat([ids for ids in seen if ids.shape[1] == 40 + step])
-        rows = {tuple(row) for row in shown.tolist()}
-        assert rows == {tuple(row) for row in out[:, : 40 + step].tolist()}
-
-
-class StopAt(StoppingCriteria):
-    """Ends a row at a token."""
-
-    def __init__(self, *tokens):
-        self.tokens = torch.tensor(tokens)
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.isin(input_ids[:, -1], self.tokens)
-
-
-def test_a_criterion_of_the_caller_ends_rows_as_in_stock(llama):
-    stops = StoppingCriteriaList([StopAt(*tokens_often_drawn(llama, 3))])
-    assert_equals_stock(llama, RAGGED, **{**LENGTH, "eos_token_id": 2}, stopping_criteria=stops)
-
-
-def test_without_an_end_of_sequence_token_finished_rows_go_on_as_in_stock(llama):
-    new = llama.generate(**RAGGED, **LENGTH)[:, 40:]
-    stops = StoppingCriteriaList([StopAt(*(int(row[4]) for row in new))])
-    out = assert_equals_stock(llama, RAGGED, **LENGTH, stopping_criteria=stops)
-    assert out.shape[1] < 56
-    assert_equals_stock(llama, RAGGED, **LENGTH, stopping_criteria=stops, paged_config={"max_num_seqs": 2})
-
-
-def test_max_time_ends_the_call(llama):
-    out = paged(llama, max_new_tokens=200, max_time=0.05)
-    assert 41 <= out.shape[1] < 240
-
-
-def test_an_exception_of_a_processor_is_raised_and_the_engine_goes_on(fresh):
-    def fail(input_ids, scores):
-        if input_ids.shape[1] == 42:
-            raise ZeroDivisionError("mine")
-        return scores
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        paged(fresh, logits_processor=LogitsProcessorList([fail]))
-    assert_all_blocks_are_back(engine_of(fresh))
-    assert_equals_stock(fresh, RAGGED, **LENGTH)
-
-
-def test_an_exception_of_a_criterion_is_raised_and_the_engine_goes_on(fresh):
-    def fail(input_ids, scores, **kwargs):
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        paged(fresh, stopping_criteria=StoppingCriteriaList([fail]))
-    assert_all_blocks_are_back(engine_of(fresh))
-
-
-def test_scores_that_leave_no_token_are_refused(llama):
-    def nothing(input_ids, scores):
-        return torch.full_like(scores, -torch.inf)
-
-    with pytest.raises(SamplingFailed):
-        paged(llama, do_sample=True, logits_processor=LogitsProcessorList([nothing]))
-
-
-@pytest.mark.parametrize("place", ["streamer", "criterion", "processor"])
-def test_ctrl_c_in_the_middle_leaves_a_usable_engine(fresh, place):
-    class Interrupts:
-        calls = 0
-
-        def put(self, tokens):
-            self(tokens, None)
-
-        def end(self):
-            raise AssertionError("the stream ended")
-
-        def __call__(self, input_ids, scores):
-            self.calls += 1
-            if self.calls == 4:
-                raise KeyboardInterrupt
-            return scores if place == "processor" else False
-
-    interrupts = Interrupts()
-    options = {
-        "streamer": {"streamer": interrupts},
-        "criterion": {"stopping_criteria": StoppingCriteriaList([interrupts])},
-        "processor": {"logits_processor": LogitsProcessorList([interrupts])},
-    }[place]
-    inputs = left_padded([9]) if place == "streamer" else RAGGED
-    with pytest.raises(KeyboardInterrupt):
-        paged(fresh, inputs, **options)
-    assert_all_blocks_are_back(engine_of(fresh))
-    assert_equals_stock(fresh, RAGGED, **LENGTH)
-
-
-# Streaming
-
-
-class Recorder:
-    """A streamer that keeps what it gets."""
-
-    def __init__(self):
-        self.values = []
-        self.ended = 0
-
-    def put(self, value):
-        assert not self.ended
-        self.values.append(value)
-
-    def end(self):
-        self.ended += 1
-
-
-@pytest.mark.parametrize("eos_token_id", [None, "drawn"])
-def test_a_streamer_gets_what_stock_gives_it(llama, eos_token_id):
-    inputs = left_padded([9])
-    if eos_token_id == "drawn":
-        eos_token_id = int(llama.generate(**inputs, **LENGTH)[0, 9 + 4])
-    options = {**LENGTH, "eos_token_id": eos_token_id}
-    stock, ours = Recorder(), Recorder()
-    llama.generate(**inputs, **options, streamer=stock)
-    llama.generate(**inputs, **options, streamer=ours, cache_impl="paged")
-    assert ours.ended == stock.ended == 1
-    assert len(ours.values) == len(stock.values)
-    for mine, theirs in zip(ours.values, stock.values, strict=True):
-        assert torch.equal(mine, theirs)
-        assert mine.dtype == theirs.dtype
 
 
 # Where cache_impl comes from

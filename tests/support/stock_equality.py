@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from paged_backend import Engine
+from paged_backend.integrations import model_engines
 
 # Below this gap between stock's two likeliest tokens, float32 rounding may decide.
 MARGIN = 1e-3
@@ -22,6 +26,34 @@ def left_padded(lengths: list[int], vocab_size: int = 256, pad_token_id: int = 0
         input_ids[row, longest - length :] = torch.randint(3, vocab_size, (length,), generator=generator)
         mask[row, longest - length :] = 1
     return {"input_ids": input_ids, "attention_mask": mask}
+
+
+# A ragged batch, and how much to make of it.
+RAGGED = left_padded([7, 1, 23, 40, 12])
+LENGTH = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+
+
+def paged(model: PreTrainedModel, inputs: dict[str, Tensor] = RAGGED, **options: Any) -> Any:
+    """Greedy, 16 tokens, from the paged engine, unless ``options`` say otherwise."""
+    return model.generate(**inputs, **{**LENGTH, **options}, cache_impl="paged")
+
+
+def tokens_drawn_early(model: PreTrainedModel, count: int) -> list[int]:
+    """Tokens that the first greedy rows of RAGGED come to, at different times, to serve as end-of-sequence tokens."""
+    new = model.generate(**RAGGED, **LENGTH)[:, RAGGED["input_ids"].shape[1] :]
+    return sorted({int(new[row, 3 + 2 * row]) for row in range(count)})
+
+
+def engine_of(model: PreTrainedModel, place: int = 0) -> Engine:
+    """The engine that ``generate`` keeps for ``model``; ``place`` tells those of several configurations apart."""
+    return model_engines._by_model[model].engines[place][2].engine
+
+
+def assert_all_blocks_are_back(engine: Engine) -> None:
+    """Nothing runs, waits or holds a block."""
+    engine.blocks.check_integrity()
+    assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
+    assert not engine.scheduler.has_work()
 
 
 def assert_equals_stock(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Tensor:
@@ -55,3 +87,14 @@ def assert_same_tokens(paged: Tensor, stock: Tensor, scores: tuple[Tensor, ...])
         )
         tied = True
     assert tied or paged.shape == stock.shape
+
+
+def assert_same_scores(paged: Sequence[Tensor] | None, stock: Sequence[Tensor] | None) -> None:
+    """One [B, V] float32 per token, equal but for rounding; -inf in the same places."""
+    assert (paged is None) == (stock is None)
+    if paged is None or stock is None:
+        return
+    assert len(paged) == len(stock)
+    for mine, theirs in zip(paged, stock, strict=True):
+        assert mine.dtype == theirs.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
