@@ -1,0 +1,238 @@
+"""PagedModel: the fields and the way to the engine that the chat class and the LLM class have in common."""
+
+from __future__ import annotations
+
+import difflib
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from paged_backend.integrations.langchain.cancel_scope import CancelScope
+from paged_backend.integrations.langchain.engines import EngineHandle, handle_of, shared_handle
+from paged_backend.integrations.langchain.errors import (
+    PagedClosedError,
+    PagedInvalidRequestError,
+    PagedTimeoutError,
+    translated,
+)
+
+if TYPE_CHECKING:
+    from paged_backend import Delta, Handle, RequestOutput
+
+# Output tokens of a request that does not say; a short model or a long prompt leaves fewer.
+DEFAULT_MAX_TOKENS = 1024
+
+SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "stop_token_ids"),
+    *("json_schema", "regex", "grammar", "logits_processors"),
+)
+# What changes when and whether a request is served but not its output, and so takes no part in cache keys.
+SCHEDULING = ("priority", "deadline_s", "timeout", "queue_timeout_s", "client_id", "cache_salt")
+# Constructor arguments of models behind a service, which have no meaning here.
+IGNORED = frozenset({"api_key", "base_url", "max_retries"})
+
+
+class PagedModel(BaseModel):
+    """Fields shared by ChatPaged and PagedLLM; each of SAMPLING and SCHEDULING may also be given per call."""
+
+    model: str = Field(alias="model_name")
+    """A model folder or hub id, for ``Engine.from_pretrained``."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of ``Engine.from_pretrained``: the engine's options, and ``model_kwargs``."""
+    engine: Any = Field(default=None, exclude=True, repr=False)
+    """The shared handle on the engine, found by ``model`` and ``engine_kwargs``; it loads nothing before it is used."""
+
+    max_tokens: int | None = None
+    """Most output tokens; by default 1024, or as many as the model has room for."""
+    min_tokens: int | None = None
+    temperature: float | None = None
+    """0 is greedy, the default."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[Any] | None = None
+    stop: list[str] | None = Field(default=None, alias="stop_sequences")
+    """Texts that end the output and are no part of it; those of a call come on top."""
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    """Outputs per prompt; a stream shows the first."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+    logits_processors: list[Callable[..., Any]] | None = Field(default=None, exclude=True, repr=False)
+
+    priority: int | None = None
+    deadline_s: float | None = None
+    """Seconds by which the caller would like it done; the scheduling policy may order by it."""
+    timeout: float | None = None
+    """Seconds after which the request ends with ModelTimeoutError."""
+    queue_timeout_s: float | None = None
+    client_id: str | None = None
+    cache_salt: str | None = None
+
+    streaming: bool = False
+    """Produce the output token by token, for callbacks, also where it is not asked for as a stream."""
+
+    model_config = ConfigDict(populate_by_name=True, protected_namespaces=(), arbitrary_types_allowed=True)
+
+    # Further keyword arguments that a call may have.
+    call_arguments: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_fields(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        names = set(cls.model_fields) | {field.alias for field in cls.model_fields.values() if field.alias}
+        for name in values:
+            if name not in names and name not in IGNORED:
+                raise ValueError(f"unknown field {name!r}{_suggestion(name, names)}")
+        return {name: value for name, value in values.items() if name not in IGNORED}
+
+    @model_validator(mode="after")
+    def _find_engine(self) -> Self:
+        handle = self.engine
+        if handle is not None and not isinstance(handle, EngineHandle):
+            handle = handle_of(handle)
+        if handle is None or not handle.serves(self.model, self.engine_kwargs):
+            handle = shared_handle(self.model, self.engine_kwargs)
+        if handle is not self.engine:
+            self.engine = handle
+        return self
+
+    @classmethod
+    def from_engine(cls, engine: Any, **fields: Any) -> Self:
+        """A model over an Engine, which a thread then runs for all models over it, or over a started AsyncEngine."""
+        if "model" not in fields and "model_name" not in fields:
+            tokenizer = getattr(engine, "engine", engine).tokenizer
+            fields["model"] = getattr(tokenizer, "name_or_path", "") or "paged"
+        return cls(engine=handle_of(engine), **fields)
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        return True
+
+    # Parameters
+
+    def _sampling(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What this model and a call together say of the output, but for the stop texts."""
+        names = (*SAMPLING, "logprobs", "top_logprobs")
+        chosen = {name: kwargs[name] if kwargs.get(name) is not None else getattr(self, name) for name in names}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def _stops(self, stop: Sequence[str] | str | None) -> list[str]:
+        more = [stop] if isinstance(stop, str) else list(stop or ())
+        return list(dict.fromkeys([*(self.stop or ()), *more]))
+
+    def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        known = {*SAMPLING, *SCHEDULING, "logprobs", "top_logprobs", "model", "stream", *self.call_arguments}
+        for name in kwargs:
+            if name not in known:
+                raise PagedInvalidRequestError(f"unknown argument {name!r}{_suggestion(name, known)}")
+
+    def _key_params(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything that may change the output, for caches and traces."""
+        params = {"model": kwargs.get("model") or self.model, "engine": self.engine.identity, **self._sampling(kwargs)}
+        if params.pop("logits_processors", None):
+            # Nobody knows what they do, so no answer stands for another.
+            params["logits_processors"] = uuid.uuid4().hex
+        return params
+
+    # Requests
+
+    def _handle(self, kwargs: Mapping[str, Any]) -> EngineHandle:
+        model = kwargs.get("model")
+        handle: EngineHandle = self.engine if model in (None, self.model) else self.engine.for_model(model)
+        return handle
+
+    def _submit(
+        self, service: Any, prompt: list[int], stop: Sequence[str] | None, kwargs: Mapping[str, Any], **more: Any
+    ) -> Handle:
+        """Queue a prompt; ``more`` are sampling parameters that win over all others."""
+        from paged_backend import SamplingParams
+
+        self._check_arguments(kwargs)
+        sampling = {**self._sampling(kwargs), **more}
+        wants, count = sampling.pop("logprobs", None), sampling.pop("top_logprobs", None)
+        if wants or count:
+            sampling["logprobs"] = count or 0
+        if "max_tokens" not in sampling:
+            limit = service.engine.max_model_len
+            room = DEFAULT_MAX_TOKENS if limit is None else min(DEFAULT_MAX_TOKENS, limit - len(prompt))
+            sampling["max_tokens"] = max(1, room, sampling.get("min_tokens", 0))
+        options = {name: kwargs.get(name, getattr(self, name)) for name in SCHEDULING}
+        options["timeout_s"] = options.pop("timeout")
+        options = {name: value for name, value in options.items() if value is not None}
+        with translated():
+            params = SamplingParams(stop=self._stops(stop), **sampling)
+            handle: Handle = service.submit(prompt, params, **options)
+        CancelScope.register(handle)
+        return handle
+
+    def _wait(self, handle: Handle) -> list[RequestOutput]:
+        with translated():
+            handle.result()
+        return _complete(handle)
+
+    async def _await(self, handle: Handle) -> list[RequestOutput]:
+        with translated():
+            await handle
+        return _complete(handle)
+
+    def _deltas(self, handle: Handle) -> Iterator[Delta]:
+        with translated(), closing(iter(handle)) as deltas:
+            yield from deltas
+        _complete(handle)
+
+    async def _adeltas(self, handle: Handle) -> AsyncIterator[Delta]:
+        with translated():
+            async with aclosing(aiter(handle)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        _complete(handle)
+
+    def _tokenize(self, text: str) -> list[int]:
+        from paged_backend import tokenizer_lock
+
+        tokenizer = self._tokenizer()
+        with tokenizer_lock(tokenizer):
+            ids: list[int] = tokenizer(text)["input_ids"]
+        return ids
+
+    def _tokenizer(self) -> Any:
+        tokenizer = self.engine.service().engine.tokenizer
+        if tokenizer is None:
+            raise PagedInvalidRequestError("the engine has no tokenizer; give it one: Engine(model, tokenizer)")
+        return tokenizer
+
+
+def _complete(handle: Handle) -> list[RequestOutput]:
+    """The outputs of a request that came to its end by itself."""
+    outputs = handle.outputs
+    for output in outputs:
+        if output.finish_reason == "timeout":
+            seconds = (output.metrics.finished_time or 0) - output.metrics.arrival_time
+            raise PagedTimeoutError(
+                f"request {output.request_id} was not done in time: it had {len(output.token_ids)} tokens after "
+                f"{seconds:.3g} s; allow more by timeout, queue_timeout_s or deadline_s"
+            )
+        if output.finish_reason == "abort":
+            raise PagedClosedError(f"request {output.request_id} was cancelled, or the engine closed under it")
+    return outputs
+
+
+def _suggestion(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

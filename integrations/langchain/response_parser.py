@@ -1,0 +1,172 @@
+"""ResponseParser: splits what a model writes into content, reasoning and tool calls, piece by piece."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from paged_backend.integrations.langchain.tool_formats import Calls, ToolFormat
+
+# A user's own parser: the whole content to what of it is content and its calls.
+WholeParser = Callable[[str], tuple[str, Calls]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One of: some content, some reasoning, a whole call, or the text of what should have been a call."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: tuple[str, dict[str, Any]] | None = None
+    malformed: str = ""
+    call_id: str = ""
+
+
+class ResponseParser:
+    """Takes text as it comes; the pieces are the same however it is cut.
+
+    reasoning_tags: what stands around reasoning, if the model reasons. is_reasoning: the prompt ended with the first.
+    tools: how calls are written, if there may be any, or a parser of one's own, which sees the whole at the end.
+    max_calls: further ones are dropped.
+    """
+
+    def __init__(
+        self,
+        reasoning_tags: tuple[str, str] | None = None,
+        is_reasoning: bool = False,
+        tools: ToolFormat | WholeParser | None = None,
+        max_calls: int | None = None,
+    ) -> None:
+        self._tags = reasoning_tags
+        self._format = tools if isinstance(tools, ToolFormat) else None
+        self._parser = tools if not isinstance(tools, ToolFormat) else None
+        self._handlers = {
+            "start": self._in_start,
+            "reasoning": self._in_reasoning,
+            "text": self._in_text,
+            "call": self._in_call,
+            "json": self._in_json,
+            "whole": self._in_whole,
+        }
+        self._state = "reasoning" if is_reasoning else "start"
+        self._left = max_calls
+        self._buffer = ""
+        # White space after reasoning is the template's, not the answer's.
+        self._drops_space = False
+
+    def feed(self, text: str) -> list[Piece]:
+        self._buffer += text
+        return list(self._take(final=False))
+
+    def finish(self) -> list[Piece]:
+        """What is left when the output is over."""
+        return list(self._take(final=True))
+
+    def _take(self, final: bool) -> Iterator[Piece]:
+        state = ""
+        # Each round handles what the state before it left; it ends where more text is needed.
+        while self._buffer and state != self._state:
+            state = self._state
+            yield from self._handlers[state](final)
+
+    def _in_start(self, final: bool) -> Iterator[Piece]:
+        text = self._buffer.lstrip()
+        marks = [self._tags[0]] if self._tags else []
+        if self._format is not None and self._format.begin is not None:
+            marks.append(self._format.begin)
+        if not final and any(mark.startswith(text) for mark in marks):
+            return
+        if self._tags and text.startswith(self._tags[0]):
+            self._buffer, self._state = text[len(self._tags[0]) :], "reasoning"
+        elif self._parser is not None:
+            self._state = "whole"
+        elif self._format is not None and self._format.starts_with_json and text.startswith(("{", "[", "```")):
+            if self._format.begin is None or not text.startswith(self._format.begin):
+                self._state = "json"
+            else:
+                self._buffer, self._state = text, "text"
+        elif any(text.startswith(mark) for mark in marks):
+            self._buffer, self._state = text, "text"
+        elif text or final:
+            self._buffer, self._state = text if self._drops_space else self._buffer, "text"
+        yield from ()
+
+    def _in_reasoning(self, final: bool) -> Iterator[Piece]:
+        assert self._tags is not None
+        before, found = self._split(self._tags[1], final)
+        if before:
+            yield Piece(reasoning=before)
+        if found:
+            self._buffer, self._state, self._drops_space = self._buffer.lstrip(), "start", True
+
+    def _in_text(self, final: bool) -> Iterator[Piece]:
+        begin = self._format.begin if self._format is not None else None
+        if begin is None:
+            yield Piece(content=self._buffer)
+            self._buffer = ""
+            return
+        before, found = self._split(begin, final)
+        if before:
+            yield Piece(content=before)
+        if found:
+            self._state = "call"
+
+    def _in_call(self, final: bool) -> Iterator[Piece]:
+        assert self._format is not None
+        assert self._format.begin is not None
+        end = self._format.end
+        place = self._buffer.find(end) if end is not None else -1
+        if place < 0 and not final:
+            return
+        body = self._buffer[:place] if place >= 0 else self._buffer
+        self._buffer = self._buffer[place + len(end or "") :].lstrip() if place >= 0 else ""
+        # With its mark, which no reader of half a JSON text takes for a proper call.
+        written = f"{self._format.begin}{body}{end if place >= 0 else ''}"
+        self._state = "text"
+        yield from self._calls(body, Piece(malformed=written, call_id=_call_id()))
+
+    def _in_json(self, final: bool) -> Iterator[Piece]:
+        """Begins as JSON without a mark: perhaps calls, perhaps an answer that happens to be JSON."""
+        if final:
+            body, self._buffer = self._buffer, ""
+            yield from self._calls(body, Piece(content=body))
+
+    def _in_whole(self, final: bool) -> Iterator[Piece]:
+        if final:
+            assert self._parser is not None
+            body, self._buffer = self._buffer, ""
+            content, calls = self._parser(body)
+            if content:
+                yield Piece(content=content)
+            yield from self._allowed(calls)
+
+    def _calls(self, body: str, otherwise: Piece) -> Iterator[Piece]:
+        assert self._format is not None
+        try:
+            calls = self._format.read(body)
+        except (ValueError, RecursionError):
+            yield otherwise
+            return
+        yield from self._allowed(calls)
+
+    def _allowed(self, calls: Calls) -> Iterator[Piece]:
+        for call in calls:
+            if self._left is None or self._left > 0:
+                self._left = None if self._left is None else self._left - 1
+                yield Piece(call=call, call_id=_call_id())
+
+    def _split(self, mark: str, final: bool) -> tuple[str, bool]:
+        """The buffer up to ``mark``, which is taken out too; all but its possible beginning if it is not there."""
+        before, found, after = self._buffer.partition(mark)
+        if not found and not final:
+            kept = next((n for n in range(len(mark) - 1, 0, -1) if before.endswith(mark[:n])), 0)
+            before, after = before[: len(before) - kept], before[len(before) - kept :]
+        self._buffer = after
+        return before, bool(found)
+
+
+def _call_id() -> str:
+    # Nine letters and digits: what Mistral's templates insist on.
+    return secrets.token_hex(5)[:9]
