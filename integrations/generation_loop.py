@@ -107,3 +107,7 @@ class GenerationLoop(Lockstep):
             raise
         finally:
             self._unfinished &= ~ended
+        end_row = getattr(self._streamer, "end_row", None)
+        if end_row is not None:
+            for row in (~self._unfinished).nonzero().flatten().tolist():
+                end_row(row)

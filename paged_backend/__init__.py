@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paged_backend.config import EngineConfig as EngineConfig
+    from paged_backend.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
+    from paged_backend.detokenizer import tokenizer_lock as tokenizer_lock
     from paged_backend.engine import Engine as Engine
     from paged_backend.handle import Delta as Delta
     from paged_backend.handle import Handle as Handle
     from paged_backend.hookspecs import HOOK_API_VERSION as HOOK_API_VERSION
     from paged_backend.hookspecs import hookimpl as hookimpl
+    from paged_backend.integrations.batch_streamer import BatchStreamer as BatchStreamer
     from paged_backend.integrations.huggingface import install as install
     from paged_backend.integrations.huggingface import release as release
     from paged_backend.integrations.huggingface import uninstall as uninstall
@@ -25,11 +28,13 @@ __version__ = metadata.version("paged-backend")
 
 _HOMES = {
     "AsyncEngine": "paged_backend.service",
+    "BatchStreamer": "paged_backend.integrations.batch_streamer",
     "Delta": "paged_backend.handle",
     "Engine": "paged_backend.engine",
     "EngineConfig": "paged_backend.config",
     "HOOK_API_VERSION": "paged_backend.hookspecs",
     "Handle": "paged_backend.handle",
+    "IncrementalDetokenizer": "paged_backend.detokenizer",
     "Lockstep": "paged_backend.lockstep",
     "RequestOutput": "paged_backend.request",
     "SamplingParams": "paged_backend.sampling_params",
@@ -37,6 +42,7 @@ _HOMES = {
     "hookimpl": "paged_backend.hookspecs",
     "install": "paged_backend.integrations.huggingface",
     "release": "paged_backend.integrations.huggingface",
+    "tokenizer_lock": "paged_backend.detokenizer",
     "uninstall": "paged_backend.integrations.huggingface",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
