@@ -120,10 +120,6 @@ class PagedModel(BaseModel):
             fields["model"] = getattr(tokenizer, "name_or_path", "") or "paged"
         return cls(engine=handle_of(engine), **fields)
 
-    @classmethod
-    def is_lc_serializable(cls) -> bool:
-        return True
-
     # Parameters
 
     def _sampling(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
