@@ -42,6 +42,7 @@ def decode(
     if synced_gpus:
         raise refuse("synced_gpus (ranks that step together)")
     refuse_outputs(generation_config)
+    engine = engine_for(call.model, call.config, call.plugins)
     rows = split_rows(input_ids, model_kwargs.get("attention_mask"))
     check_inputs(call.model, input_ids, rows, model_kwargs)
 
@@ -50,7 +51,6 @@ def decode(
     max_new_tokens = max(1, longest - input_ids.shape[1])
     do_sample = bool(generation_config.do_sample)
     common: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0 if do_sample else 0.0}
-    engine = engine_for(call.model, call.config, call.plugins)
     fields, loop = None, None
     if streamer is None and not _wants_scores(generation_config):
         common["stop_token_ids"] = _stop_token_ids(stopping_criteria, engine)
