@@ -11,7 +11,7 @@ from typing import Annotated
 try:
     import typer
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 except ImportError as error:
     sys.exit(f"the command line needs the {error.name} package: pip install 'paged-backend[cli]'")
 
@@ -93,7 +93,7 @@ def plugins() -> None:
         from paged_backend.plugin_manager import PluginManager
 
         loaded = PluginManager().describe()
-    table = Table("kind", "name", "plugin", "distribution")
+    table = Table("kind", "name", Column("plugin", overflow="fold"), Column("distribution", overflow="fold"))
     for plugin in loaded:
         for kind, names in plugin.names.items():
             for name in names:

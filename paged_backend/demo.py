@@ -100,7 +100,7 @@ def run_demo(model_path: str, prompts: Sequence[str], max_new_tokens: int, conso
         run_paged(model, warm_up, brief, watcher)
         watcher.expect(len(prompts))
         paged = run_paged(model, inputs, greedy, watcher)
-    for index in sorted({0, len(prompts) // 2, len(prompts) - 1}):
+    for index in sorted({0, len(prompts) // 2, 3 * len(prompts) // 4}):
         answer = tokenizer.decode(paged.tokens[index], skip_special_tokens=True).strip()
         console.print(Panel(Text(answer), title=Text(_title(prompts[index])), title_align="left"))
     with console.status("the same prompts through one padded stock generate"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import subprocess
 import sys
@@ -88,5 +90,7 @@ def _convert(gguf: Path, target: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(target)
     dense = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=dense)
-    model.save_pretrained(target)
+    # transformers draws a bar there that cannot be turned off, into whatever the caller shows meanwhile.
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=dense)
+        model.save_pretrained(target)

@@ -14,6 +14,7 @@ from tiny_folder import save_tiny
 
 import paged_backend
 from paged_backend import Engine, SamplingParams
+from paged_backend.plugin_manager import PluginManager
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -75,6 +76,13 @@ def test_the_policy_starts_short_prompts_first_under_its_installed_name(
 
 def test_the_policy_takes_twenty_lines_at_most() -> None:
     assert len(policy_block().splitlines()) <= 20
+
+
+def test_every_scheduler_of_the_table_can_be_named() -> None:
+    (table,) = re.findall(r"^\| scheduler \|.*?\n\n", README, flags=re.DOTALL | re.MULTILINE)
+    names = set(re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE))
+    assert len(names) >= 5
+    assert names <= set(PluginManager(load_entry_points=False).names("scheduler"))
 
 
 def test_every_file_the_readme_points_to_exists() -> None:
