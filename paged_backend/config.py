@@ -22,6 +22,8 @@ KV_DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 BATCHING = ("auto", "shared", "separate")
+OPTIMIZE = ("auto", "memory", "none")
+QUANTIZE = (None, "int8")
 MAX_BLOCK_SIZE = 4096
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -43,6 +45,9 @@ class EngineConfig:
     enable_prefix_caching: reuse the blocks of equal prompt beginnings, and of finished requests.
     batching: ``shared`` runs decodes and prefill chunks in one forward pass, ``separate`` in two; ``auto`` chooses.
     attention_backend: which kernels attend: ``triton``, ``cpu`` (C++), ``reference`` (plain torch) or ``auto``.
+    optimize: ``auto`` replaces modules of the engine's copy by equal ones in C++, on a CPU, which takes memory for a
+        rearranged copy of the weights; ``memory`` only where no weights are copied; ``none`` leaves all as it is.
+    quantize: ``int8`` rounds weights to 8 bits, per output channel, which halves what a token reads; on a CPU.
 
     strict_policies: a policy that breaks its contract raises PluginError instead of being passed over.
     seed: where the random streams of requests without a seed of their own start; None draws it afresh.
@@ -62,6 +67,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     batching: str = "auto"
     attention_backend: str = "auto"
+    optimize: str = "auto"
+    quantize: str | None = None
     strict_policies: bool = False
     seed: int | None = None
 
@@ -79,6 +86,9 @@ class EngineConfig:
             parse_memory(self.kv_cache_memory)
         _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_choice("batching", self.batching, BATCHING)
+        _require_choice("optimize", self.optimize, OPTIMIZE)
+        if self.quantize not in QUANTIZE:
+            raise ConfigError(f"quantize={self.quantize!r} is unknown; choose from {QUANTIZE}")
         for name in ("enable_prefix_caching", "strict_policies"):
             _require_bool(name, getattr(self, name))
         if not isinstance(self.attention_backend, str):

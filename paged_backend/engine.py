@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import logging
@@ -19,7 +20,15 @@ from paged_backend.cache_sizing import blocks_for_budget, blocks_for_lengths, bu
 from paged_backend.config import EngineConfig, check_block_size
 from paged_backend.decode_timing import decode_seconds
 from paged_backend.detokenizer import tokenizer_lock
-from paged_backend.errors import ConfigError, ContextOverflow, EngineClosed, PluginError, QueueFull, RequestRefused
+from paged_backend.errors import (
+    ConfigError,
+    ContextOverflow,
+    EngineClosed,
+    PluginError,
+    QueueFull,
+    RequestRefused,
+    UnsupportedModel,
+)
 from paged_backend.executor import Executor
 from paged_backend.intake import Prompt, as_prompts, moment, prompt_token_ids, sampling_params
 from paged_backend.kv_cache import KVCache, group_layers
@@ -38,6 +47,7 @@ from paged_backend.scheduler import ScheduledStep, Scheduler
 from paged_backend.stats import EngineStats, StatsRecorder, Stopwatch
 from paged_backend.stopping import check_stop, finish_reason
 from paged_backend.structured import check_constraint
+from paged_backend.swaps import Swaps, swap_modules
 from paged_backend.twin import Twin
 
 logger = logging.getLogger("paged_backend")
@@ -388,7 +398,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """Numbers since the engine started, and the memory as it is now."""
         reserved = self.runner.kv_cache.num_bytes
-        return self._stats.snapshot(self.scheduler, reserved, dict(self._policy_errors.counts))
+        stats = self._stats.snapshot(self.scheduler, reserved, dict(self._policy_errors.counts))
+        return dataclasses.replace(
+            stats,
+            swaps_made=self.swaps.made,
+            swaps_refused=self.swaps.refused,
+            packed_bytes=self.swaps.packed_bytes,
+        )
 
     def explain_memory(self) -> str:
         """Where the memory of keys and values goes, in words."""
@@ -429,7 +445,7 @@ class Engine:
         """Everything that depends on the model: its twin, the proof, the cache and its books."""
         config, backend = self.config, self.config.attention_backend
         self.twin = Twin(model)
-        prove(model, self.twin, backend)
+        self.swaps = self._swap(model)
         self.max_model_len = self._length_limit()
         groups = group_layers(self.twin.layers, config.kv_torch_dtype)
         block_size = self._block_size()
@@ -456,6 +472,32 @@ class Engine:
         # One pass reads the weights once, which is what a step costs on a CPU; a GPU prefers uniform batches.
         shared = config.batching == "shared" or (config.batching == "auto" and self.twin.device.type == "cpu")
         self.executor = Executor(self.runner, self.blocks, shared=shared)
+
+    def _swap(self, model: Any) -> Swaps:
+        """Swap modules of the twin, and prove it right."""
+        config, backend = self.config, self.config.attention_backend
+        if config.quantize:
+            # Rounded weights give other logits, so everything else is proven before.
+            prove(model, self.twin, backend)
+        swaps = swap_modules(
+            self.twin,
+            optimize=config.optimize,
+            quantize=config.quantize,
+            backend=backend,
+            kv_dtype=config.kv_torch_dtype,
+        )
+        if config.quantize:
+            if not swaps.packed_bytes:
+                raise ConfigError(f"quantize={config.quantize!r} cannot be had here: {swaps.refused}")
+            return swaps
+        try:
+            prove(model, self.twin, backend)
+        except UnsupportedModel as reason:
+            if not swaps.made:
+                raise
+            swaps.undo(str(reason))
+            prove(model, self.twin, backend)
+        return swaps
 
     def _length_limit(self) -> int | None:
         hard, asked = self.twin.max_positions, self.config.max_model_len

@@ -102,6 +102,7 @@ class EngineStats:
     """An engine since it started. Token counts are per request token, not per layer.
 
     waste: the time-weighted share of allocated slots that no token filled.
+    swaps_made, swaps_refused, packed_bytes: see `Swaps`.
     """
 
     num_waiting: int
@@ -120,6 +121,9 @@ class EngineStats:
     waste: float
     groups: tuple[GroupStats, ...]
     policy_errors: dict[str, int] = field(default_factory=dict)
+    swaps_made: dict[str, int] = field(default_factory=dict)
+    swaps_refused: dict[str, str] = field(default_factory=dict)
+    packed_bytes: int = 0
 
 
 class StatsRecorder:

@@ -90,7 +90,7 @@ class Twin:
             ids = torch.tensor(self.sample_token_ids(16), device=self.device)
             probe = probe_layers(module, self._logits_of_first, ids, self.advertised_positions)
         self._set_attention(ATTENTION_NAME)
-        self._attention_modules = probe.modules
+        self.attention_modules = probe.modules
         self.layers: list[LayerSpec] = probe.layers
         self.layer_indices: list[int | None] = [getattr(module, "layer_idx", None) for module in probe.modules]
         self.max_positions = probe.max_positions
@@ -120,7 +120,7 @@ class Twin:
 
     def attach(self, layers: Sequence[PagedLayer]) -> None:
         """Hang each layer's blocks on its attention module, in the order of ``layers``."""
-        for module, layer in zip(self._attention_modules, layers, strict=True):
+        for module, layer in zip(self.attention_modules, layers, strict=True):
             module.__dict__["paged_layer"] = layer
 
     def logits(self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

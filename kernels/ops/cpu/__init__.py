@@ -2,5 +2,19 @@
 
 from paged_backend.kernels.cpu import operations
 from paged_backend.kernels.cpu.library import UnavailableWarning, is_available, library
+from paged_backend.kernels.cpu.operations import rule_arguments
+from paged_backend.kernels.cpu.packed_linear import GELU_GATE, SILU_GATE, Arena, PackedLinear, pack, pack_gated
 
-__all__ = ["UnavailableWarning", "is_available", "library", "operations"]
+__all__ = [
+    "GELU_GATE",
+    "SILU_GATE",
+    "Arena",
+    "PackedLinear",
+    "UnavailableWarning",
+    "is_available",
+    "library",
+    "operations",
+    "pack",
+    "pack_gated",
+    "rule_arguments",
+]

@@ -49,7 +49,7 @@ def is_available() -> bool:
         remedy = (
             f"read the compiler's messages above: {error}"
             if shutil.which(compiler)
-            else f"install a C++ compiler ({compiler} is not found; `apt install g++` or `dnf install gcc-c++` bring one)"
+            else f"install a C++ compiler, for instance with `apt install g++` ({compiler} is not found)"
         )
         warnings.warn(
             "the C++ operations of paged_backend could not be compiled, and plain torch, which is several times "
@@ -112,7 +112,12 @@ def _compile(name: str, sources: list[str], flags: tuple[str, ...], path: Path) 
     with tempfile.TemporaryDirectory(dir=path.parent) as aside, _scripts_on_path(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cpp_extension.load(
-            name, sources, extra_cflags=list(flags), extra_ldflags=["-fopenmp"], build_directory=aside, is_python_module=False
+            name,
+            sources,
+            extra_cflags=list(flags),
+            extra_ldflags=["-fopenmp"],
+            build_directory=aside,
+            is_python_module=False,
         )
         os.replace(Path(aside) / path.name, path)
 

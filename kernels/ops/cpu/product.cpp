@@ -51,6 +51,7 @@ void finish(float* sums, const Weight& weight, int64_t panel, Then then, const T
 
 void product(const void* x, Type type, int64_t num_rows, const Weight& weight, Then then, const void* residual,
              void* result) {
+  if (num_rows == 0) return;
   const int64_t depth = weight.depth;
   std::vector<float> widened;
   if (!weight.pairs && type != Type::f32) {

@@ -1,0 +1,118 @@
+"""PackedLinear: a weight rearranged so that C++ multiplies by it at the speed of memory, or of arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from paged_backend.kernels.cpu.library import level, library
+
+# Columns of a panel, and what becomes of a product; product.h says the same.
+PANEL = 32
+KEEP, SILU_GATE, GELU_GATE = 0, 2, 3
+
+# Packed weights lie together in pieces of this size, so that large pages hold nearly all of them.
+_PIECE_BYTES = 64 << 20
+
+
+class Arena:
+    """Memory for packed weights, on large pages where the system has them."""
+
+    def __init__(self) -> None:
+        self._piece = torch.empty(0, dtype=torch.int8)
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor. It keeps the piece that it lies in alive."""
+        size = -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
+        if self._used + size > self._piece.numel():
+            self._piece = torch.empty(max(size, _PIECE_BYTES), dtype=torch.int8)
+            library().prefer_large_pages(self._piece)
+            self._used = 0
+        taken = self._piece[self._used : self._used + torch.Size(shape).numel() * dtype.itemsize]
+        self._used += size
+        return taken.view(dtype).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight ``[num_columns, depth]`` in panels of 32 columns.
+
+    packed: ``[panels, depth / 2, 32, 2]`` where the processor multiplies pairs of bfloat16 and activations are of that
+    dtype, ``[panels, depth, 32]`` elsewhere; of the weight's dtype, or int8 with ``scale``.
+    scale, bias: float32 ``[num_columns]`` or None.
+    """
+
+    packed: torch.Tensor
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    num_columns: int
+
+    def __call__(self, x: torch.Tensor, then: int = KEEP) -> torch.Tensor:
+        """``x @ weight.T + bias`` in the dtype of x, or ``activation(gates) * others`` of it, see `pack_gated`."""
+        result: torch.Tensor = library().linear(x, self.packed, self.scale, self.bias, self.num_columns, then)
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that this takes beside the original weight."""
+        tensors = (self.packed, self.scale, self.bias)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False, arena: Arena | None = None
+) -> PackedLinear:
+    """Pack a weight ``[num_columns, depth]``, of a float dtype that is the activations' too.
+
+    int8 rounds each column's weights to 255 levels, spread evenly up to the largest of them.
+    """
+    weight = weight.detach()
+    pairs = weight.dtype == torch.bfloat16 and level() == "avx512_bf16" and weight.shape[1] % 2 == 0
+    num_columns, depth = weight.shape
+    scale = None
+    if int8:
+        wide = weight.float()
+        scale = wide.abs().amax(1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+        weight = wide.div_(scale[:, None]).round_().to(torch.int8)
+    weight = pad(weight, (0, 0, 0, -num_columns % PANEL)).contiguous()
+    arena = Arena() if arena is None else arena
+    if pairs:
+        # Two numbers that stay together move as one.
+        pair = torch.int16 if int8 else torch.int32
+        packed = arena.empty((weight.shape[0] // PANEL, depth // 2, PANEL, 2), weight.dtype)
+        packed.view(pair).squeeze(-1).copy_(weight.view(pair).view(-1, PANEL, depth // 2).transpose(1, 2))
+    else:
+        packed = arena.empty((weight.shape[0] // PANEL, depth, PANEL), weight.dtype)
+        packed.copy_(weight.view(-1, PANEL, depth).transpose(1, 2))
+    return PackedLinear(packed, scale, None if bias is None else bias.detach().float(), num_columns)
+
+
+def pack_gated(
+    gate: torch.Tensor,
+    other: torch.Tensor,
+    gate_bias: torch.Tensor | None = None,
+    other_bias: torch.Tensor | None = None,
+    *,
+    int8: bool = False,
+    arena: Arena | None = None,
+) -> PackedLinear:
+    """Pack the weights ``[num_columns, depth]`` of a gate and of what it gates so that one product holds both.
+
+    Call the result with SILU_GATE or GELU_GATE. Raises ValueError unless num_columns is a multiple of 16.
+    """
+    half = PANEL // 2
+    if gate.shape != other.shape or gate.shape[0] % half:
+        raise ValueError(f"gated columns must be a multiple of {half}, got {tuple(gate.shape)}, {tuple(other.shape)}")
+
+    def mix(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.stack((a.detach().unflatten(0, (-1, half)), b.detach().unflatten(0, (-1, half))), 1).flatten(0, 2)
+
+    bias = None
+    if gate_bias is not None or other_bias is not None:
+        none = torch.zeros(gate.shape[0])
+        bias = mix(*(none if b is None else b.float() for b in (gate_bias, other_bias)))
+    return pack(mix(gate, other), bias, int8=int8, arena=arena)
