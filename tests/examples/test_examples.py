@@ -76,6 +76,11 @@ def test_map_documents_answers_every_document_in_one_batch(model_folder: str) ->
     assert sum(" is a town that sells " in line for line in output) == 50
 
 
+def test_custom_policy_answers_whoever_asks_for_least_first(model_folder: str) -> None:
+    output = run_example("custom_policy.py", "--model", model_folder)
+    assert re.findall(r"^(\d+) tokens: ", output, re.MULTILINE) == ["4", "12", "24"]
+
+
 def test_every_example_is_run_here() -> None:
     source = Path(__file__).read_text()
     for example in EXAMPLES.glob("*.py"):

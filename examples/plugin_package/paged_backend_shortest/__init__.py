@@ -1,0 +1,1 @@
+"""Shortest predicted job first for paged_backend."""
