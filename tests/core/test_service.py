@@ -410,6 +410,25 @@ def test_waiting_with_a_timeout_leaves_the_request_alone(held, steps):
     assert not handle._ticket.waiting_for_end
 
 
+def test_a_callback_is_called_once_however_late_it_comes_and_may_fail(held, steps, caplog):
+    calls = []
+
+    def fail(handle):
+        raise LookupError("a callback of mine")
+
+    held.submit([5, 6, 7], greedy(3)).add_done_callback(lambda handle: calls.append(handle.outputs[0].finish_reason))
+    handle = held.submit([5, 6, 7], greedy(3))
+    handle.add_done_callback(fail)
+    steps.free()
+    handle.result(PATIENCE_S)
+    wait_until(lambda: held.num_unfinished == 0)
+    # The first handle was kept by its callback alone.
+    assert calls == ["length"]
+    handle.add_done_callback(lambda handle: calls.append("late"))
+    assert calls == ["length", "late"]
+    assert "a callback of mine" in caplog.text
+
+
 # Limits
 
 

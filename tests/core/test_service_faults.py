@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 import threading
@@ -21,6 +22,7 @@ from tiny_models import make_tiny
 
 from paged_backend import AsyncEngine, Engine, hookimpl
 from paged_backend.errors import EngineFailed, PagedBackendError, QueueFull, RequestFailed
+from paged_backend.request import Request
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,22 @@ def test_a_service_whose_thread_died_can_be_started_again(llama):
     assert_closed(service)
 
 
+def test_a_death_in_the_middle_of_a_step_leaves_the_engine_fit_for_a_restart(llama):
+    engine = Engine(llama, max_num_batched_tokens=16)
+    service = AsyncEngine(engine).start()
+    expected = service.submit([5, 6] * 20, greedy(12)).result(PATIENCE_S).token_ids
+    handles = [service.submit([5, 6] * 20, greedy(12)) for _ in range(4)]
+    killer = service.submit([8, 9], greedy(12, logits_processors=[Raises(2, at=2, error=SystemExit(3))]))
+    for handle in (*handles, killer):
+        with pytest.raises(EngineFailed, match=r"SystemExit\(3\)"):
+            handle.result(PATIENCE_S)
+    service.start()
+    assert_idle(engine)
+    assert service.submit([5, 6] * 20, greedy(12)).result(PATIENCE_S).token_ids == expected
+    service.close()
+    assert_closed(service)
+
+
 def test_a_request_in_flight_when_the_thread_died_is_not_there_after_the_restart(llama, steps):
     engine = Engine(llama, plugins=[steps])
     service = AsyncEngine(engine).start()
@@ -157,6 +175,38 @@ def test_a_forward_pass_that_keeps_failing_fails_its_requests_and_not_the_queue(
             handle.result(PATIENCE_S)
     assert [handle.result(PATIENCE_S).finish_reason for handle in waiting] == ["length"] * 3
     service.close()
+    assert_closed(service)
+
+
+def test_overload_is_refused_so_that_who_is_let_in_waits_a_bounded_time_in_flat_memory(llama):
+    steps = Steps()
+    steps.free()
+    engine = Engine(llama, plugins=[steps], max_num_seqs=8, max_waiting=16, kv_cache_memory="2MiB")
+    max_tokens, num_refused, num_alive, waits = 6, 0, [], []
+    with AsyncEngine(engine) as service:
+        for number in range(600):
+            arrived = steps.num_finished
+
+            def note(handle, arrived=arrived):
+                assert handle.outputs[0].finish_reason == "length"
+                waits.append(steps.num_finished - arrived)
+
+            try:
+                prompt = [5 + number % 200, number // 200 + 3]
+                service.submit(prompt, greedy(max_tokens), timeout_s=1000).add_done_callback(note)
+            except QueueFull:
+                num_refused += 1
+                time.sleep(0.001)
+            if number % 100 == 99:
+                gc.collect()
+                num_alive.append(sum(type(thing) is Request for thing in gc.get_objects()))
+    assert num_refused > 100
+    assert len(waits) == 600 - num_refused
+    # Two batches may be ahead of the 16th in the queue, and each request has a step for its prompt.
+    assert max(waits) <= 4 * (max_tokens + 2)
+    # Those that run or wait, and some that only the list of time limits still knows.
+    assert max(num_alive) <= 8 + 16 + 100 + 4 * (8 + 16)
+    assert num_alive[-1] <= num_alive[1] + 100
     assert_closed(service)
 
 
