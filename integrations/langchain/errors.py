@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from langchain_core.exceptions import (
     ContextOverflowError,
     ModelAPIError,
+    ModelError,
     ModelInvalidRequestError,
     ModelNotFoundError,
     ModelRateLimitError,
@@ -70,8 +71,10 @@ def translated() -> Iterator[None]:
     """Raise the engine's errors as LangChain's."""
     try:
         yield
+    except ModelError:
+        raise
     except PagedBackendError as error:
         for kinds, translation in _TRANSLATIONS:
-            if isinstance(error, kinds) and not isinstance(error, translation):
+            if isinstance(error, kinds):
                 raise translation(str(error)) from (error.__cause__ or error)
         raise

@@ -85,7 +85,7 @@ def write_sensibly(prompt: str, params: SamplingParams) -> str:
     if params.json_schema is not None:
         schema = params.json_schema
         if not schema.get("properties") and not schema.get("anyOf"):
-            return json.dumps({key: "some text" for key in re.findall(r"'(\w+)'", words)})
+            return json.dumps(dict.fromkeys(re.findall(r"'(\w+)'", words), "some text"))
         return json.dumps(example_of(schema, words), ensure_ascii=False)
     answered = "\nresult: " in prompt[prompt.rindex(words) :]
     tools = [json.loads(line)["function"] for line in prompt.splitlines() if line.startswith('{"type": "function"')]
