@@ -173,6 +173,9 @@ def _check_kind(model: PreTrainedModel) -> None:
         raise Unprovable("its parameters are sharded by FSDP")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise Unprovable("its parameters are sharded by DeepSpeed ZeRO-3")
+    hooks: Any = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    if any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks):
+        raise Unprovable("each row has an adapter of its own (adapter_names); choose one for all with set_adapter")
 
 
 def _device_of(module: nn.Module, root: nn.Module) -> torch.device:
