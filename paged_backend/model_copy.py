@@ -21,6 +21,8 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+# Elements from which a buffer of whole numbers is worth sharing.
+_MANY = 1024
 
 
 def copy_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -28,7 +30,8 @@ def copy_model(model: PreTrainedModel) -> PreTrainedModel:
 
     Parameters and persistent buffers are the same tensor objects in both, and so are the weights that accelerate
     keeps in its hooks. Non-persistent buffers and attributes are copied, since a forward pass may write them
-    (long RoPE rewrites ``inv_freq`` in place). What refuses to be copied (locks, streams) is shared. Compiled
+    (long RoPE rewrites ``inv_freq`` in place), but for long ones of whole numbers: packed weights and masks, which are
+    only read. What refuses to be copied (locks, streams) is shared. Compiled
     modules and forwards are copied uncompiled. Hooks are shared; one that is a method of a module of the model
     moves to that module's copy.
     """
@@ -54,7 +57,7 @@ class _Copies:
             if _is_compiled(module):
                 self.memo[id(module)] = self.memo[id(_uncompiled(module))]
         for module, _ in self.shells:
-            for tensor in shared_tensors(module).values():
+            for tensor in (*shared_tensors(module).values(), *_packed_buffers(module)):
                 self._share(tensor)
             for hook in accelerate_hooks(module):
                 self.memo[id(hook.weights_map)] = hook.weights_map
@@ -105,6 +108,16 @@ def shared_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         if buffer is not None and name not in module._non_persistent_buffers_set:
             tensors[name] = buffer
     return tensors
+
+
+def _packed_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """The non-persistent buffers that hold many whole numbers; a counter is none of them."""
+    buffers = [module._buffers.get(name) for name in module._non_persistent_buffers_set]
+    return [buffer for buffer in buffers if buffer is not None and buffer.numel() >= _MANY and not _is_real(buffer)]
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def accelerate_hooks(module: nn.Module) -> list[Any]:

@@ -95,6 +95,14 @@ def test_persistent_buffers_are_shared_and_others_are_copied(model: PreTrainedMo
     assert torch.equal(model.lm_head.scratch, torch.ones(4))
 
 
+def test_packed_weights_in_buffers_that_are_not_saved_are_shared(model: PreTrainedModel) -> None:
+    model.lm_head.register_buffer("packed", torch.zeros(64, 64, dtype=torch.uint8), persistent=False)
+    model.lm_head.register_buffer("calls", torch.zeros(1, dtype=torch.int64), persistent=False)
+    copy = copy_model(model)
+    assert copy.lm_head.packed is model.lm_head.packed
+    assert copy.lm_head.calls is not model.lm_head.calls
+
+
 def test_the_copy_is_in_eval_mode_and_has_its_own_config(model: PreTrainedModel) -> None:
     copy = copy_model(model.train())
     assert not any(module.training for module in copy.modules())

@@ -156,7 +156,12 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "roc_bert": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"]},
-    "zamba2": {"mamba_d_state": 16, "attention_head_dim": ..., "mamba_headdim": ..., "layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
+    "zamba2": {
+        "mamba_d_state": 16,
+        "attention_head_dim": ...,
+        "mamba_headdim": ...,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 _OFTEN_UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
