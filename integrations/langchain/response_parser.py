@@ -9,6 +9,8 @@ from typing import Any
 
 from paged_backend.integrations.langchain.tool_formats import Calls, ToolFormat
 
+_FENCE = "```"
+
 # A user's own parser: the whole content to what of it is content and its calls.
 WholeParser = Callable[[str], tuple[str, Calls]]
 
@@ -53,7 +55,7 @@ class ResponseParser:
         self._state = "reasoning" if is_reasoning else "start"
         self._left = max_calls
         self._buffer = ""
-        # White space after reasoning is the template's, not the answer's.
+        # White space after reasoning and calls is the template's, not the answer's.
         self._drops_space = False
 
     def feed(self, text: str) -> list[Piece]:
@@ -76,13 +78,15 @@ class ResponseParser:
         marks = [self._tags[0]] if self._tags else []
         if self._format is not None and self._format.begin is not None:
             marks.append(self._format.begin)
+        if self._format is not None and self._format.starts_with_json:
+            marks.append(_FENCE)
         if not final and any(mark.startswith(text) for mark in marks):
             return
         if self._tags and text.startswith(self._tags[0]):
             self._buffer, self._state = text[len(self._tags[0]) :], "reasoning"
         elif self._parser is not None:
             self._state = "whole"
-        elif self._format is not None and self._format.starts_with_json and text.startswith(("{", "[", "```")):
+        elif self._format is not None and self._format.starts_with_json and text.startswith(("{", "[", _FENCE)):
             if self._format.begin is None or not text.startswith(self._format.begin):
                 self._state = "json"
             else:
@@ -90,7 +94,7 @@ class ResponseParser:
         elif any(text.startswith(mark) for mark in marks):
             self._buffer, self._state = text, "text"
         elif text or final:
-            self._buffer, self._state = text if self._drops_space else self._buffer, "text"
+            self._state = "text"
         yield from ()
 
     def _in_reasoning(self, final: bool) -> Iterator[Piece]:
@@ -99,9 +103,14 @@ class ResponseParser:
         if before:
             yield Piece(reasoning=before)
         if found:
-            self._buffer, self._state, self._drops_space = self._buffer.lstrip(), "start", True
+            self._state, self._drops_space = "start", True
 
     def _in_text(self, final: bool) -> Iterator[Piece]:
+        if self._drops_space:
+            self._buffer = self._buffer.lstrip()
+            if not self._buffer:
+                return
+            self._drops_space = False
         begin = self._format.begin if self._format is not None else None
         if begin is None:
             yield Piece(content=self._buffer)
@@ -121,10 +130,10 @@ class ResponseParser:
         if place < 0 and not final:
             return
         body = self._buffer[:place] if place >= 0 else self._buffer
-        self._buffer = self._buffer[place + len(end or "") :].lstrip() if place >= 0 else ""
+        self._buffer = self._buffer[place + len(end or "") :] if place >= 0 else ""
         # With its mark, which no reader of half a JSON text takes for a proper call.
         written = f"{self._format.begin}{body}{end if place >= 0 else ''}"
-        self._state = "text"
+        self._state, self._drops_space = "text", True
         yield from self._calls(body, Piece(malformed=written, call_id=_call_id()))
 
     def _in_json(self, final: bool) -> Iterator[Piece]:
