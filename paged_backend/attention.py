@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,11 +10,15 @@ from torch import nn
 from transformers import AttentionInterface
 
 from paged_backend.batch import Batch
-from paged_backend.kernels import decode_attention, prefill_attention, store_kv
+from paged_backend.errors import PluginError, UnknownPolicy
+from paged_backend.kernels import decode_attention, implementations, prefill_attention, store_kv
+from paged_backend.kernels.dispatch import implementation, implements
 from paged_backend.kv_cache import LayerCache
 from paged_backend.mask_rule import MaskRule
 
 ATTENTION_NAME = "paged_backend"
+OPERATIONS = ("store_kv", "prefill_attention", "decode_attention")
+OWN_BACKENDS = ("auto", *implementations("decode_attention"))
 
 
 class ForwardContext:
@@ -123,3 +128,28 @@ def paged_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def check_backend(name: str) -> None:
+    """Raise UnknownPolicy unless there are kernels of this name."""
+    known = ("auto", *implementations("decode_attention"))
+    if name not in known:
+        raise UnknownPolicy(f"unknown attention_backend {name!r}; choose one of {', '.join(known)}")
+
+
+def add_backend(name: str, functions: Any) -> None:
+    """Let ``attention_backend=name`` run ``functions``, by operation; an operation left out runs as with ``auto``.
+
+    Raises PluginError for anything but a mapping of operations to functions, and for the name of our own kernels.
+    """
+    if name in OWN_BACKENDS:
+        raise PluginError(f"attention backend {name!r} is built in; a plugin's needs another name")
+    if not isinstance(functions, Mapping) or not functions.keys() <= set(OPERATIONS):
+        operations = ", ".join(OPERATIONS)
+        raise PluginError(f"attention backend {name!r} must map {operations} to functions, got {functions!r}")
+    for operation in OPERATIONS:
+        implements(operation, name)(functions.get(operation) or _chosen_automatically(operation))
+
+
+def _chosen_automatically(operation: str) -> Callable[..., Any]:
+    return lambda tensor, *args: implementation(operation, "auto", tensor)(tensor, *args)

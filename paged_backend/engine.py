@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tqdm import tqdm
 
+from paged_backend.attention import add_backend, check_backend
 from paged_backend.block_manager import BlockManager
 from paged_backend.cache_sizing import blocks_for_budget, blocks_for_lengths, budget_bytes
 from paged_backend.config import EngineConfig, check_block_size
@@ -111,6 +112,7 @@ class Engine:
         self._kept_model: Any = None
         self._plugins = PluginManager(plugins)
         self._policy_errors = PolicyErrors(self.config.strict_policies)
+        self._use_attention_backend()
         policy = self._plugins.scheduler(self.config.scheduler, self.config.scheduler_options)
         self._guard = PolicyGuard(policy, self._policy_errors)
         self._elastic = elastic and self.config.kv_cache_memory is None
@@ -440,6 +442,13 @@ class Engine:
         return self._closed
 
     # Inside
+
+    def _use_attention_backend(self) -> None:
+        name = self.config.attention_backend
+        functions = self._plugins.attention_backend(name)
+        if functions is not None:
+            add_backend(name, functions)
+        check_backend(name)
 
     def _load(self, model: Any) -> None:
         """Everything that depends on the model: its twin, the proof, the cache and its books."""

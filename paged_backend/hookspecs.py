@@ -45,7 +45,12 @@ def register_block_sizes(register: Register) -> None:
 
 @hookspec
 def register_attention_backends(register: Register) -> None:
-    """Offer attention backends: ``register("name", backend)``, the name kernels dispatch on. Once per engine."""
+    """Offer attention backends: ``register("name", {"decode_attention": function, ...})``. Once per engine.
+
+    The operations are ``store_kv``, ``prefill_attention`` and ``decode_attention``; a function is called with what the
+    implementations in ``paged_backend.kernels`` are called with, by position. An operation left out runs as with
+    ``auto``. The model is proven with the backend before anything is served.
+    """
 
 
 @hookspec(firstresult=True)

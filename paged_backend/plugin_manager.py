@@ -236,6 +236,14 @@ class PluginManager:
         rule: BlockSizeRule = value
         return rule
 
+    def attention_backend(self, name: str) -> Any:
+        """What plugins offer under this name, or it is the path of; None when it is the kernels' own."""
+        return (
+            self._lookup("attention_backend", name)
+            if ":" in name or name in self._registry["attention_backend"]
+            else None
+        )
+
     def _policy(self, kind: str, value: Any, options: Mapping[str, Any], base: type) -> Any:
         if isinstance(value, str):
             value = self._lookup(kind, value)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paged_backend.errors import ConfigError
 from paged_backend.hookspecs import hookimpl
 from paged_backend.policies import RequestView
 from paged_backend.request import RequestOutput
 from paged_backend.stats import EngineStats, StepStats
-
-if TYPE_CHECKING:
-    from paged_backend.engine import Engine
 
 # Seconds. From a small model on a GPU to a long prompt on a laptop.
 BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
@@ -54,7 +51,7 @@ class StepLog:
         )
 
     @hookimpl
-    def engine_stopped(self, engine: Engine) -> None:
+    def engine_stopped(self, engine: Any) -> None:
         """What it came to."""
         self.console.print(
             f"stopped after {self._num_steps} steps: {self._num_tokens} tokens for {self._num_requests} requests",
@@ -76,7 +73,7 @@ class Prometheus:
             raise ConfigError("Prometheus needs prometheus_client: pip install 'paged-backend[metrics]'") from error
         registry = prometheus_client.REGISTRY if registry is None else registry
         self.interval_s = interval_s
-        self._engine: Engine | None = None
+        self._engine: Any | None = None
         self._stats: EngineStats | None = None
         self._seen_at = float("-inf")
 
@@ -91,7 +88,7 @@ class Prometheus:
         registry.register(self)
 
     @hookimpl
-    def engine_started(self, engine: Engine) -> None:
+    def engine_started(self, engine: Any) -> None:
         """Keep the engine to read its stats."""
         self._engine, self._stats = engine, engine.stats()
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from paged_backend import HOOK_API_VERSION, Engine, SamplingParams, hookimpl
-from paged_backend.errors import ConfigError, PluginError, RequestRefused, UnknownPolicy
+from paged_backend.errors import ConfigError, PluginError, RequestRefused, UnknownPolicy, UnsupportedModel
 from paged_backend.plugin_manager import BUILT_IN, PLUGINS_VARIABLE, TRACE_VARIABLE, PluginManager
 from paged_backend.plugins.eviction import Lru, Slru
 from paged_backend.plugins.fifo import Fifo
@@ -305,3 +305,48 @@ def test_preemption_is_told(model):
     engine.generate([[5] * 8, [6] * 8], SamplingParams(max_tokens=20, ignore_eos=True))
     assert len(told) == engine.stats().num_preemptions > 0
     assert all(order == 1 and num_blocks > 0 for order, num_blocks in told)
+
+
+def test_a_plugin_can_bring_its_own_attention(model):
+    from paged_backend.kernels.dispatch import implementation
+
+    calls = []
+
+    def decode_attention(query, *args):
+        calls.append(query.shape[0])
+        return implementation("decode_attention", "reference", query)(query, *args)
+
+    mine = offering("mine", {"decode_attention": decode_attention}, hook="register_attention_backends")
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    expected = Engine(model).generate([[5, 6, 7]], params)[0].token_ids
+    engine = Engine(model, plugins=[mine], attention_backend="mine")
+    calls.clear()
+    assert engine.generate([[5, 6, 7]], params)[0].token_ids == expected
+    assert len(calls) == 4
+
+
+def test_wrong_attention_of_a_plugin_is_refused_by_the_proof(model):
+    def decode_attention(query, key_cache, value_cache, *args):
+        return query.new_zeros(*query.shape[:2], value_cache.shape[3])
+
+    wrong = offering("wrong", {"decode_attention": decode_attention}, hook="register_attention_backends")
+    with pytest.raises(UnsupportedModel):
+        Engine(model, plugins=[wrong], attention_backend="wrong")
+
+
+@pytest.mark.parametrize("value", [5, {"matmul": print}])
+def test_attention_that_is_no_table_of_operations_is_refused(model, value):
+    odd = offering("odd", value, hook="register_attention_backends")
+    with pytest.raises(PluginError, match="store_kv"):
+        Engine(model, plugins=[odd], attention_backend="odd")
+
+
+def test_the_names_of_our_own_kernels_cannot_be_taken(model):
+    thief = offering("reference", {"decode_attention": print}, hook="register_attention_backends")
+    with pytest.raises(PluginError, match="built in"):
+        Engine(model, plugins=[thief], attention_backend="reference")
+
+
+def test_unknown_attention_backend_lists_the_known_ones(model):
+    with pytest.raises(UnknownPolicy, match="reference"):
+        Engine(model, attention_backend="flash")
