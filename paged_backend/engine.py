@@ -532,7 +532,8 @@ class Engine:
             decode_seconds=partial(decode_seconds, layer, self.config.kv_torch_dtype, self.config.attention_backend),
             max_positions=self.max_model_len,
         )
-        answer = call(self._policy_errors, rule, "block_size", lambda: rule(shape, self.twin.device))
+        device = self.twin.device
+        answer = call(self._policy_errors, rule, "block_size", lambda: rule(shape, device), may_take_long=True)
         if answer is FAILED:
             return EngineConfig.block_size
         try:

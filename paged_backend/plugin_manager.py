@@ -150,7 +150,14 @@ class PluginManager:
 
     def _ask(self, impl: Any, name: str, on_error: ErrorHandler, kwargs: Mapping[str, Any]) -> Any:
         self._print_call(impl, name, kwargs)
-        return call(on_error, _label(impl), name, lambda: impl.function(*(kwargs[key] for key in impl.argnames)))
+        return call(
+            on_error,
+            _label(impl),
+            name,
+            lambda: impl.function(*(kwargs[key] for key in impl.argnames)),
+            # Nobody waits while an engine is made or closed.
+            may_take_long=name in ("engine_started", "engine_stopped"),
+        )
 
     def _print_call(self, impl: Any, name: str, kwargs: Mapping[str, Any]) -> None:
         if self._trace:

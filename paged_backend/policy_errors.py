@@ -36,7 +36,9 @@ def ask(on_error: ErrorHandler, policy: object, method: str, *args: Any) -> Any:
     return call(on_error, policy, method, lambda: getattr(policy, method)(*args))
 
 
-def call(on_error: ErrorHandler, policy: object, method: str, function: Callable[[], Any]) -> Any:
+def call(
+    on_error: ErrorHandler, policy: object, method: str, function: Callable[[], Any], *, may_take_long: bool = False
+) -> Any:
     """``function()``; FAILED if it raised, which is reported against ``method`` of ``policy``, as is taking long.
 
     Even SystemExit is survived. Only Ctrl-C passes, since it is meant for the program.
@@ -50,7 +52,8 @@ def call(on_error: ErrorHandler, policy: object, method: str, function: Callable
         on_error(policy, method, error)
         return FAILED
     finally:
-        report_if_slow(on_error, policy, method, perf_counter() - start)
+        if not may_take_long:
+            report_if_slow(on_error, policy, method, perf_counter() - start)
 
 
 def report_if_slow(on_error: ErrorHandler, policy: object, method: str, seconds: float) -> None:
