@@ -1,4 +1,4 @@
-"""Models that were quantised, adapted, compiled, offloaded or halved get stock's tokens from the engine and ``generate``."""
+"""Quantised, adapted, compiled, offloaded and half-precision models get stock's tokens, both ways."""
 
 from __future__ import annotations
 

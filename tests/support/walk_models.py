@@ -205,8 +205,7 @@ def main() -> None:
         rows.append(row)
     if arguments.classes:
         return
-    text = README.read_text() if README.exists() else f"{BEGIN}\n{END}\n"
-    before, _, rest = text.partition(BEGIN)
+    before, _, rest = README.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     README.write_text(before + table(rows) + after)
 
