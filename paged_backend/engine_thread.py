@@ -127,8 +127,13 @@ class EngineThread:
         """Wait for the thread's end; False if it did not come within ``timeout`` seconds."""
         if self.is_current:
             raise EngineClosed("what runs inside the engine's thread must not wait for its end")
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        # Not on the thread itself: once interrupted, Python 3.11 takes a thread that runs for one that ended.
+        try:
+            self.ended.result(timeout)
+        except TimeoutError:
+            return False
+        self._thread.join()
+        return True
 
     # For the thread alone
 

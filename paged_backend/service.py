@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from paged_backend.engine import Engine
-from paged_backend.engine_thread import EngineThread
+from paged_backend.engine_thread import EXIT_PATIENCE_S, EngineThread
 from paged_backend.errors import EngineClosed
 from paged_backend.handle import Handle
 from paged_backend.intake import Prompt
@@ -150,7 +150,9 @@ class AsyncEngine:
                 thread.close(graceful=False)
                 thread.join()
         except BaseException:
+            # Whoever interrupts the wait leaves the block, and may close the engine next: the step must be over by then.
             thread.close(graceful=False)
+            thread.join(EXIT_PATIENCE_S)
             raise
 
     async def aclose(self, *, graceful: bool = True) -> None:

@@ -574,6 +574,24 @@ def test_a_graceful_end_that_takes_too_long_is_cut_off(held, steps):
     assert_closed(held)
 
 
+def test_ctrl_c_while_a_service_closes_still_waits_for_the_step(held, steps):
+    handle = held.submit([5, 6, 7], greedy(100))
+    steps.wait()
+    main_thread = threading.main_thread().ident
+    timers = [
+        threading.Timer(0.1, lambda: signal.pthread_kill(main_thread, signal.SIGINT)),
+        threading.Timer(0.3, steps.free),
+    ]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        held.close(graceful=False)
+    assert handle.result().finish_reason == "abort"
+    for timer in timers:
+        timer.join()
+    assert_closed(held)
+
+
 def test_a_closed_service_takes_nothing_until_it_is_started_again(engine):
     service = AsyncEngine(engine)
     with pytest.raises(EngineClosed, match="not started"):
