@@ -43,6 +43,7 @@ class GenerationLoop(Lockstep):
         self._processors = processors
         self._criteria = criteria
         self._streamer = streamer
+        self._samples = bool(config.do_sample)
         wanted = bool(config.return_dict_in_generate)
         self.scores: tuple[Tensor, ...] | None = () if wanted and config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if wanted and config.output_logits else None
@@ -69,11 +70,14 @@ class GenerationLoop(Lockstep):
             self.scores += (processed,)
         if self.logits is not None:
             self.logits += (logits,)
-        if self._pad is not None and not bool(self._unfinished.all()):
-            only_pad = torch.full_like(processed, -torch.inf)
-            only_pad[:, self._pad] = 0
-            processed = torch.where(self._unfinished[:, None], processed, only_pad)
-        chosen: Tensor = processed.to(scores.device)[rows]
+        # Stock's own choice, which takes a token even where the scores leave none.
+        tokens = processed.argmax(-1)
+        forced = torch.full_like(self._unfinished, not self._samples)
+        if self._pad is not None:
+            tokens[~self._unfinished] = self._pad
+            forced |= ~self._unfinished
+        only = torch.full_like(processed, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+        chosen: Tensor = torch.where(forced[:, None], only, processed).to(scores.device)[rows]
         return chosen
 
     def ends(self, request: Any) -> bool:

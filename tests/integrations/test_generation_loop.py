@@ -247,10 +247,11 @@ def test_an_exception_of_a_criterion_is_raised_and_the_engine_goes_on(fresh):
     assert_all_blocks_are_back(engine_of(fresh))
 
 
-def test_scores_that_leave_no_token_are_refused(llama):
+def test_scores_that_leave_no_token_are_refused_where_stock_fails_too(llama):
     def nothing(input_ids, scores):
         return torch.full_like(scores, -torch.inf)
 
+    assert_equals_stock(llama, RAGGED, **LENGTH, logits_processor=LogitsProcessorList([nothing]))
     with pytest.raises(SamplingFailed):
         paged(llama, do_sample=True, logits_processor=LogitsProcessorList([nothing]))
 
