@@ -147,6 +147,35 @@ def test_a_dropped_feature_is_caught(
         prove(model, Twin(model))
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
+def test_a_skipped_norm_of_queries_or_keys_is_caught(tiny_model: TinyModel, family: str, norm: str) -> None:
+    model = tiny_model(family)
+    twin = Twin(model)
+    setattr(twin.module.model.layers[1].self_attn, norm, torch.nn.Identity())
+    with pytest.raises(UnsupportedModel, match="gives other logits"):
+        prove(model, twin)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_heads_grouped_in_another_order_are_caught(
+    tiny_model: TinyModel, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = PagedLayer.attend
+
+    def interleaved(self: PagedLayer, query: Any, key: Any, *rest: Any) -> torch.Tensor:
+        # Query head h meets key head h modulo their number, where neighbours should share one.
+        order = torch.arange(query.shape[1]).view(-1, key.shape[1]).T.flatten()
+        out = torch.empty_like(query)
+        out[:, order] = attend(self, query[:, order], key, *rest)
+        return out
+
+    model = tiny_model(family)
+    monkeypatch.setattr(PagedLayer, "attend", interleaved)
+    with pytest.raises(UnsupportedModel, match="gives other logits"):
+        prove(model, Twin(model))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_position_off_by_one_after_the_first_chunk_is_caught(
     tiny_model: TinyModel, family: str, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +184,25 @@ def test_a_position_off_by_one_after_the_first_chunk_is_caught(
     twin = Twin(model)
     logits = twin.logits
     monkeypatch.setattr(twin, "logits", lambda ids, positions, rows: logits(ids, positions + (positions > 9), rows))
+    with pytest.raises(UnsupportedModel, match="gives other logits"):
+        prove(model, twin)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3_longrope"])
+def test_rope_of_keys_off_by_one_from_that_of_queries_is_caught(
+    tiny_model: TinyModel, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # RoPE alone cannot tell a shift of queries and keys together, nor need it.
+    model = tiny_model(family)
+    twin = Twin(model)
+    rope = twin.module.model.rotary_emb
+    forward = rope.forward
+
+    def shifted(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        # Later chunks alone: tokens of earlier ones keep their places.
+        return forward(x, position_ids + (position_ids[:, :1] > 0))
+
+    monkeypatch.setattr(rope, "forward", shifted)
     with pytest.raises(UnsupportedModel, match="gives other logits"):
         prove(model, twin)
 

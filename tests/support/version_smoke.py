@@ -1,4 +1,4 @@
-"""A program that holds the engine and ``generate`` to stock on the transformers it finds; run in a process of its own."""
+"""A program that holds the engine and ``generate`` to stock on whichever transformers it finds."""
 
 from __future__ import annotations
 
