@@ -81,6 +81,30 @@ def test_custom_policy_answers_whoever_asks_for_least_first(model_folder: str) -
     assert re.findall(r"^(\d+) tokens: ", output, re.MULTILINE) == ["4", "12", "24"]
 
 
+def test_langchain_chat_answers_streams_and_reuses_the_first_turn(model_folder: str) -> None:
+    questions = constant("QUESTIONS", of="langchain_chat.py")
+    output = run_example("langchain_chat.py", "--model", model_folder)
+    assert all(f"{question} -> " in output for question in questions)
+    assert "streamed: " in output
+    assert int(re.search(r"(\d+) of them from the prefix cache", output)[1]) >= 16
+    assert re.search(
+        r"structured: title='.*' stars=[1-5]|structured: title=\".*\" stars=[1-5]", output, flags=re.DOTALL
+    )
+
+
+def test_langchain_agent_calls_its_tool_for_every_question(model_folder: str) -> None:
+    questions = constant("QUESTIONS", of="langchain_agent.py")
+    output = run_example("langchain_agent.py", "--model", model_folder, "--force", "--max-tokens", "64")
+    for question in questions:
+        assert f"user: {question}\n  calls get_weather({{'city': " in output
+    assert output.count("  tool: ") == len(questions)
+
+
+def test_langchain_throughput_prints_both_and_their_ratio(model_folder: str) -> None:
+    output = run_example("langchain_throughput.py", "--model", model_folder, "--num-chats", "4", "--max-tokens", "8")
+    assert re.search(r"ChatPaged.batch .*\nChatHuggingFace.batch .*\nratio \d+\.\d$", output.strip())
+
+
 def test_every_example_is_run_here() -> None:
     source = Path(__file__).read_text()
     for example in EXAMPLES.glob("*.py"):

@@ -11,7 +11,8 @@ from paged_backend.integrations.langchain.tool_formats import FORMATS, read_json
 
 PARTS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<", " ", "\n", "words ",
-    '{"name": "f", "arguments": {"a": 1}}', '<tool_call>{"name": "f"}</tool_call>', '```json\n{"name": "f"}\n```', '{"name": "f"', "[", "{", "```json\n", "```",
+    '{"name": "f", "arguments": {"a": 1}}', '{"name": "f"', "[", "{", "```json\n", "```",
+    '<tool_call>{"name": "f"}</tool_call>', '```json\n{"name": "f"}\n```',
 ]  # fmt: skip
 
 

@@ -1,0 +1,68 @@
+"""LangChain's standard tests over the real weights of SmolLM2-135M-Instruct, whose template knows nothing of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+from paged_backend import sample_model
+from paged_backend.integrations.langchain import ChatPaged
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sample_model.is_fetched(), reason="the sample model is not on this machine"),
+]
+
+TOO_SMALL = "a model of 135M parameters that was not trained to call tools"
+
+
+class TestChatPagedOnSampleModel(ChatModelIntegrationTests):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def loaded(cls) -> Iterator[None]:
+        """Keep the engine between the tests."""
+        held = ChatPaged(model=sample_model.fetch())
+        yield
+        del held
+
+    @property
+    def chat_model_class(self) -> type[ChatPaged]:
+        return ChatPaged
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": sample_model.fetch(), "max_tokens": 96}
+
+    @property
+    def supports_model_override(self) -> bool:
+        """There is one model."""
+        return False
+
+    @property
+    def supports_json_mode(self) -> bool:
+        """It writes JSON, but not with the keys that the prompt asks for."""
+        return False
+
+    @pytest.mark.xfail(strict=False, reason=TOO_SMALL)
+    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
+    def test_tool_calling(self, model: ChatPaged) -> None:
+        super().test_tool_calling(model)
+
+    @pytest.mark.xfail(strict=False, reason=TOO_SMALL)
+    async def test_tool_calling_async(self, model: ChatPaged) -> None:
+        await super().test_tool_calling_async(model)
+
+    @pytest.mark.xfail(strict=False, reason=TOO_SMALL)
+    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
+    def test_agent_loop(self, model: ChatPaged) -> None:
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(strict=False, reason=TOO_SMALL)
+    @pytest.mark.parametrize(("tool_choice", "force_tool_call"), [("any", True), (None, False)], ids=["forced", "free"])
+    def test_unicode_tool_call_integration(
+        self, model: ChatPaged, *, tool_choice: str | None, force_tool_call: bool
+    ) -> None:
+        super().test_unicode_tool_call_integration(model, tool_choice=tool_choice, force_tool_call=force_tool_call)
