@@ -20,8 +20,8 @@ class Tiles:
 # devices have. Every entry compiles without spilled registers, in each variant, for what it is listed under; which
 # entries were measured, kernels/README.md says.
 _DEFAULT_PREFILL = {
-    (32, 64): Tiles(32, 32, 4, 1),
-    (32, 128): Tiles(32, 32, 8, 1),
+    (32, 64): Tiles(32, 32, 8, 1),
+    (32, 128): Tiles(32, 16, 8, 1),
     (32, 256): Tiles(16, 16, 8, 1),
     (32, 512): Tiles(16, 16, 8, 1),
     (16, 64): Tiles(64, 32, 4, 1),

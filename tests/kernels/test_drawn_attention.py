@@ -69,14 +69,14 @@ def test_prefill_matches_the_oracle(backend, lengths, options, rule):
 
 
 @pytest.mark.slow
-@settings(DRAWN, max_examples=200)
+@settings(DRAWN, max_examples=60)
 @given(lengths=st.lists(st.integers(0, 700), min_size=1, max_size=6), options=OPTIONS, rule=RULES)
 def test_decode_matches_the_oracle_on_many_more(backend, lengths, options, rule):
     check_decode(backend, lengths, options | rule)
 
 
 @pytest.mark.slow
-@settings(DRAWN, max_examples=200)
+@settings(DRAWN, max_examples=60)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=4),
     options=OPTIONS,

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # Whole prompts and chunks after a cached prefix, around the edges of a block of 16 and of a slice of queries.
 CONTEXTS, QUERIES = [37, 1, 15, 16, 17, 90], [37, 1, 3, 16, 5, 67]
-RULES = [{}] + [{name: size} for name in ("window", "chunk") for size in (1, 7, 16, 40)]
+RULES = [{}] + [{name: size} for name in ("window", "chunk") for size in (1, 7, 16, 70)]
 
 
 def run(case, backend):

@@ -97,6 +97,36 @@ def test_a_quantised_slot_depends_on_its_token_alone(backend, cache_dtype):
         assert whole.float().equal(parts.float())
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_every_backend_quantises_to_the_very_same_bits(backend, cache_dtype):
+    key, value, slots = make_tokens(30)
+    stored = []
+    for name in (backend, "reference"):
+        caches = make_caches(dtype=cache_dtype, fill=0)
+        scales = torch.zeros(2, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)
+        store_kv(key, value, *caches, slots, key_scale=scales[0], value_scale=scales[1], backend=name)
+        stored.append((*(cache.view(torch.int8) for cache in caches), scales))
+    for actual, expected in zip(*stored, strict=True):
+        assert actual.equal(expected)
+
+
+# The interpreter computes with numpy, which warns of what a GPU does silently.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_quantised_slot_does_not_hide_what_was_not_finite(backend, cache_dtype, bad):
+    key, value, slots = make_tokens(4)
+    key[2, 1, 5] = bad
+    key_cache, value_cache = make_caches(dtype=cache_dtype, fill=0)
+    scales = torch.zeros(2, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)
+    store_kv(key, value, key_cache, value_cache, slots, key_scale=scales[0], value_scale=scales[1], backend=backend)
+    block, offset = divmod(int(slots[2]), BLOCK_SIZE)
+    read_back = key_cache[block, 1, offset].float() * scales[0, block, 1, offset]
+    assert read_back[5].isnan() or read_back[5].isinf()
+    assert scales[0].isfinite().sum() == scales[0].numel() - 1
+    assert scales[1].isfinite().all()
+
+
 def test_shapes_that_do_not_fit_are_refused_with_the_numbers():
     key, value, slots = make_tokens(4)
     key_cache, value_cache = make_caches()

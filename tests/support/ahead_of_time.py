@@ -19,14 +19,25 @@ from triton.runtime.jit import JITFunction
 
 from paged_backend.kernels import triton_support
 
+# The first three have tiles of their own, the rest get the defaults.
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
 }
 # Shared memory that one block, or workgroup, may use.
-SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "gfx942": 304}
+SHARED_MEMORY = {
+    "sm_80": 163 << 10,
+    "sm_90": 227 << 10,
+    "gfx942": 64 << 10,
+    "sm_89": 99 << 10,
+    "sm_100": 227 << 10,
+    "gfx90a": 64 << 10,
+}
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "gfx942": 304, "sm_89": 142, "sm_100": 148, "gfx90a": 104}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 

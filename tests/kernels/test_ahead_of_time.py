@@ -1,0 +1,153 @@
+"""Every kernel that the dispatch can choose compiles for GPUs that need not be present, and fits them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from paged_backend.kernels import (
+    add_rms_norm,
+    decode_attention,
+    gelu_mul,
+    prefill_attention,
+    rms_norm,
+    rotary_store_kv,
+    silu_mul,
+    store_kv,
+    triton_support,
+)
+
+if not triton_support.available or triton_support.interpreted:
+    pytest.skip("needs Triton's compiler, which TRITON_INTERPRET=1 replaces", allow_module_level=True)
+
+from ahead_of_time import SHARED_MEMORY, compile_launches
+
+pytestmark = pytest.mark.aot
+
+TUNED, DEFAULT = ("sm_80", "sm_90", "gfx942"), ("sm_89", "sm_100", "gfx90a")
+NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS = 8, 16, 2
+SCALES = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)
+RULES = {"full": {}, "window": {"window": 100}, "chunk": {"chunk": 64}}
+
+
+@pytest.fixture(autouse=True)
+def no_old_binaries(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def attention(
+    phase: str,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 128,
+    cache_dtype: torch.dtype | None = None,
+    rule: str = "full",
+    extras: bool = False,
+    group: int = 4,
+    block_size: int = BLOCK_SIZE,
+) -> Callable[[], object]:
+    """A call of prefill_attention or decode_attention that launches the kernel of these features."""
+    cache_dtype = cache_dtype or dtype
+    cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, block_size, head_dim).to(cache_dtype)
+    options: dict[str, Any] = {"scale": 0.1, "backend": "triton", **RULES[rule]}
+    if extras:
+        options |= {"softcap": 30.0, "sinks": torch.zeros(NUM_KV_HEADS * group, dtype=dtype)}
+    if cache_dtype.itemsize == 1:
+        options |= dict.fromkeys(("key_scale", "value_scale"), torch.zeros(cache.shape[:3]))
+    tables, lengths = torch.zeros(4, 256, dtype=torch.int32), torch.full((4,), 100, dtype=torch.int32)
+    query = torch.zeros(4, NUM_KV_HEADS * group, head_dim, dtype=dtype)
+    if phase == "decode":
+        return functools.partial(decode_attention, query, cache, cache, tables, lengths, **options)
+    starts = torch.arange(5, dtype=torch.int32)
+    return functools.partial(prefill_attention, query, cache, cache, tables, starts, lengths, **options)
+
+
+def small_operations(dtype: torch.dtype, cache_dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Calls of everything but attention."""
+    tokens = torch.zeros(3, 4, NUM_KV_HEADS, 96, dtype=dtype)
+    caches = [torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 96).to(cache_dtype) for _ in range(2)]
+    scales = {"key_scale": SCALES, "value_scale": SCALES} if cache_dtype.itemsize == 1 else {}
+    slots = torch.arange(4)
+    yield functools.partial(store_kv, tokens[0], tokens[1], *caches, slots, **scales, backend="triton")
+    for interleaved in (False, True):
+        yield functools.partial(
+            rotary_store_kv,
+            *tokens,
+            *torch.zeros(2, 4, 64, dtype=dtype),
+            *caches,
+            slots,
+            interleaved=interleaved,
+            **scales,
+            backend="triton",
+        )
+    for dim in (576, 16384):
+        hidden, weight = torch.zeros(4, dim, dtype=dtype), torch.ones(dim, dtype=dtype)
+        yield functools.partial(rms_norm, hidden, weight, eps=1e-6, unit_offset=True, backend="triton")
+        yield functools.partial(add_rms_norm, hidden, hidden, weight, eps=1e-6, backend="triton")
+    yield functools.partial(silu_mul, hidden, hidden, backend="triton")
+    for approximate in ("none", "tanh"):
+        yield functools.partial(gelu_mul, hidden, hidden, approximate=approximate, backend="triton")
+
+
+def check(architecture: str, call: Callable[[], object]) -> None:
+    compiled = compile_launches(architecture, call)
+    assert compiled
+    for kernel in compiled:
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared_memory <= SHARED_MEMORY[architecture], kernel
+
+
+@pytest.mark.parametrize("architecture", TUNED)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"head_dim": 64, "rule": "window", "extras": True, "cache_dtype": torch.int8, "group": 7},
+    ],
+    ids=["plain", "everything"],
+)
+def test_attention_compiles_without_spills_and_fits(architecture, phase, features):
+    check(architecture, attention(phase, **features))
+
+
+@pytest.mark.parametrize("architecture", TUNED)
+def test_everything_else_compiles_without_spills_and_fits(architecture):
+    for call in small_operations(torch.bfloat16, torch.bfloat16):
+        check(architecture, call)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("architecture", TUNED)
+def test_quantised_stores_compile_without_spills_and_fit(architecture, cache_dtype):
+    store, rotary, *_ = small_operations(torch.bfloat16, cache_dtype)
+    check(architecture, store)
+    check(architecture, rotary)
+
+
+def all_features() -> list[dict[str, Any]]:
+    """Every combination of what picks a kernel or its tiles."""
+    choices = {
+        "dtype": (torch.bfloat16, torch.float16, torch.float32),
+        "head_dim": (64, 80, 96, 128, 192, 256, 512),
+        "cache_dtype": (None, torch.int8, torch.float8_e4m3fn),
+        "rule": tuple(RULES),
+        "extras": (False, True),
+        "group": (1, 4, 7),
+        "block_size": (1, 16, 64),
+    }
+    return [dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("architecture", TUNED + DEFAULT)
+def test_a_sample_of_all_variants_compiles_without_spills_and_fits(architecture, phase):
+    # The same sample every time, a different one for each pair.
+    for features in random.Random(architecture + phase).sample(all_features(), 10):
+        check(architecture, attention(phase, **features))

@@ -1,0 +1,53 @@
+"""The kernel benchmarks run, tiny and interpreted, and print what they promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paged_backend.kernels import triton_support
+
+pytestmark = pytest.mark.skipif(
+    not triton_support.interpreted, reason="runs where TRITON_INTERPRET=1 is set, see test_interpreter.py"
+)
+
+BENCH = Path(__file__).parents[2] / "kernels" / "bench"
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-W", "error", str(BENCH / script), "--tiny", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def columns(table: str, title: str) -> list[list[str]]:
+    """The rows below the header that starts with `title`, as cells."""
+    lines = table[table.index(f"\n| {title} |") + 1 :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_benchmark_prints_a_row_for_every_shape(phase):
+    rows = columns(run(f"bench_{phase}.py"), phase)
+    assert len(rows) >= 10
+    for row in rows:
+        assert float(row[1]) > 0
+        assert row[4].endswith("x") or row[4].startswith("NotImplementedError")
+        assert row[5].endswith("x")
+
+
+def test_the_report_holds_every_table_and_finds_the_kernels_right(tmp_path):
+    path = tmp_path / "report.md"
+    run("gpu_report.py", "--output", str(path))
+    report = path.read_text()
+    checks = columns(report, "largest difference from the reference")
+    assert len(checks) == 2
+    assert {row[3] for row in checks} == {"right"}
+    for title in ("decode", "prefill", "decode tiles", "prefill tiles"):
+        assert len(columns(report, title)) == 1
+    assert [row[0].split(",")[0] for row in columns(report, "tokens in bfloat16")] == [
+        "store_kv", "rotary_store_kv", "rms_norm", "add_rms_norm", "silu_mul",
+    ]  # fmt: skip

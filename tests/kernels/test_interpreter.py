@@ -1,0 +1,40 @@
+"""Run the kernel tests on the Triton backend: in a process of its own, where Triton interprets its kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paged_backend.kernels import triton_support
+
+pytestmark = [
+    pytest.mark.triton_interpreter,
+    pytest.mark.skipif(not triton_support.available, reason="Triton is not installed"),
+    pytest.mark.skipif(triton_support.interpreted, reason="this is the interpreter's process"),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_interpreted(tier: str, least: int) -> None:
+    """Run the kernel tests of a tier in the interpreter; fewer passes than `least` would mean that none were found."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels", "-m", tier]
+    process = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", process.stdout)[1]) >= least
+
+
+def test_the_kernels_agree_with_the_oracle_in_the_interpreter():
+    run_interpreted("not slow and not aot", least=250)
+
+
+@pytest.mark.slow
+def test_the_kernels_agree_with_the_oracle_on_long_and_drawn_cases_in_the_interpreter():
+    run_interpreted("slow and not aot", least=30)

@@ -1,0 +1,110 @@
+"""Copies of the kernels package with one thing wrong, to see that the comparison with the oracle would notice."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from kernel_cases import assert_attention_close, make_case, oracle
+
+from paged_backend.kernels import dispatch
+
+_SOURCE = Path(dispatch.__file__).parent
+_numbers = itertools.count()
+
+
+class Mutant(NamedTuple):
+    """One edit: in `module`, the only occurrence of `right` becomes `wrong`."""
+
+    module: str
+    right: str
+    wrong: str
+
+
+@contextmanager
+def mutated(folder: Path, mutant: Mutant | None) -> Iterator[Callable[[str], object]]:
+    """Yields a function that imports a module of the mutated copy, which is made in `folder`."""
+    name = f"mutant_kernels_{next(_numbers)}"
+    package = folder / name
+    package.mkdir()
+    for path in _SOURCE.glob("*.py"):
+        text = path.read_text()
+        if mutant is not None and path.stem == mutant.module:
+            assert text.count(mutant.right) == 1, f"{mutant.right!r} occurs {text.count(mutant.right)} times in {path}"
+            text = text.replace(mutant.right, mutant.wrong)
+        # Operations of its own too: torch knows each name once.
+        text = text.replace("paged_backend.kernels", name).replace("paged_backend::", f"{name}::")
+        (package / path.name).write_text("" if path.stem == "__init__" else text)
+    sys.path.insert(0, str(folder))
+    try:
+        yield lambda module: importlib.import_module(f"{name}.{module}")
+    finally:
+        sys.path.remove(str(folder))
+        for module in [module for module in sys.modules if module.split(".")[0] == name]:
+            del sys.modules[module]
+
+
+def check_decode(load: Callable[[str], object], backend: str) -> None:
+    """Raises AssertionError unless decode_attention equals the oracle on cases that use every feature."""
+    run = load("decode_attention").decode_attention
+    for options in (
+        {"group": 3, "window": 20, "softcap": 3.0, "sinks": True},
+        {"group": 2, "chunk": 24, "cache_dtype": torch.int8},
+        {"group": 1, "value_dim": 16, "cache_dtype": torch.float8_e4m3fn},
+        {"group": 2, "sinks": True},
+    ):
+        case = make_case([37, 1, 0, 16, 17, 301], key_dim=24, scale=0.5, **options)
+        output = run(*case.decode_arguments, **case.options, backend=backend)
+        assert_attention_close(output, oracle(case))
+
+
+def check_prefill(load: Callable[[str], object], backend: str) -> None:
+    """The same for prefill_attention."""
+    run = load("prefill_attention").prefill_attention
+    for options in (
+        {"group": 3, "window": 20, "softcap": 3.0, "sinks": True},
+        {"group": 2, "chunk": 24, "cache_dtype": torch.int8},
+        {"group": 2, "window": 70},
+        {"group": 1, "value_dim": 16},
+    ):
+        case = make_case([37, 1, 16, 150], [37, 1, 3, 140], key_dim=24, scale=0.5, **options)
+        padding = torch.zeros_like(case.query[:2])
+        arguments = (torch.cat((case.query, padding)), *case.prefill_arguments[1:])
+        output = run(*arguments, **case.options, backend=backend)
+        assert_attention_close(output, torch.cat((oracle(case), padding[..., :1].expand(-1, -1, output.shape[2]))))
+
+
+def check_store(load: Callable[[str], object], backend: str) -> None:
+    """The same for store_kv, against one assignment per token."""
+    run = load("store_kv").store_kv
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(9, 3, 24, generator=generator), torch.randn(9, 3, 16, generator=generator)
+    # Scaled by one: a subnormal of float8, a tie of int8 and one of float8.
+    key[:, :, 1], key[:, :, 2], key[:, :, 3] = 0.01, 2.5, 17.0
+    slots = torch.randperm(20, generator=generator)[:9]
+    slots[4] = -1
+    for dtype, largest in ((torch.float32, None), (torch.int8, 127.0), (torch.float8_e4m3fn, 448.0)):
+        key[:, :, 0] = largest or 1.0
+        # A block before the cache catches what is written to slot -1.
+        caches = [torch.zeros(6, 3, 4, dim).to(dtype)[1:] for dim in (24, 16)]
+        scales = torch.zeros(2, 5, 3, 4)
+        given = {"key_scale": scales[0], "value_scale": scales[1]} if largest else {}
+        run(key, value, *caches, slots, **given, backend=backend)
+        for tokens, cache, scale in zip((key, value), caches, scales, strict=True):
+            expected, expected_scale = torch.zeros_like(cache), torch.zeros_like(scale)
+            for token, slot in zip(tokens, slots.tolist(), strict=True):
+                if slot >= 0:
+                    factor = token.abs().amax(-1) / largest if largest else None
+                    scaled = token / factor[:, None] if largest else token
+                    scaled = scaled.round() if dtype == torch.int8 else scaled
+                    expected[slot // 4, :, slot % 4] = scaled.to(dtype)
+                    if largest:
+                        expected_scale[slot // 4, :, slot % 4] = factor
+            torch.testing.assert_close(cache.float(), expected.float(), rtol=0, atol=0)
+            torch.testing.assert_close(scale, expected_scale)
