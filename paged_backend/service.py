@@ -150,7 +150,7 @@ class AsyncEngine:
                 thread.close(graceful=False)
                 thread.join()
         except BaseException:
-            # Whoever interrupts the wait leaves the block, and may close the engine next: the step must be over by then.
+            # Whoever interrupts the wait may close the engine next; the step must be over by then.
             thread.close(graceful=False)
             thread.join(EXIT_PATIENCE_S)
             raise
