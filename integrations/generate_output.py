@@ -41,7 +41,8 @@ def generate_output(
     cache = model_kwargs.get(_CACHE_FIELD)
     if cache is not None:
         _fill(cache, model, prompts, sequences, model_kwargs)
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{_CACHE_FIELD: cache})
+    fields: dict[str, Any] = {"sequences": sequences, "scores": scores, "logits": logits, _CACHE_FIELD: cache}
+    return GenerateDecoderOnlyOutput(**fields)
 
 
 def _fill(cache: Any, model: Any, prompts: Tensor, sequences: Tensor, model_kwargs: dict[str, Any]) -> None:

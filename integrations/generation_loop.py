@@ -50,7 +50,8 @@ class GenerationLoop(Lockstep):
         self._unfinished = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
         # Without an end-of-sequence token stock has nothing to pad with: a finished row just goes on.
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self._pad: int | None = int(config._pad_token_tensor) if pads else None
+        pad_token: Any = config._pad_token_tensor
+        self._pad: int | None = int(pad_token) if pads else None
         row_by_row = all(type(part).__module__ in _ROW_BY_ROW for part in [*processors, *criteria])
         self._drops_finished = pads and row_by_row and self.scores is None and self.logits is None
         self._num_steps = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ _INERT_INPUTS = frozenset(
 _CACHES = ("cache", "past_key_values", "cache_params")
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """One row of a batch: its number, how much padding stands on its left, and behind that the prompt's token ids."""
 
     index: int

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paged_backend.integrations.huggingface import install as install
     from paged_backend.integrations.huggingface import release as release
     from paged_backend.integrations.huggingface import uninstall as uninstall
+    from paged_backend.integrations.paged_cache import PagedCache as PagedCache
     from paged_backend.lockstep import Lockstep as Lockstep
     from paged_backend.request import RequestOutput as RequestOutput
     from paged_backend.sampling_params import SamplingParams as SamplingParams
@@ -36,6 +37,7 @@ _HOMES = {
     "Handle": "paged_backend.handle",
     "IncrementalDetokenizer": "paged_backend.detokenizer",
     "Lockstep": "paged_backend.lockstep",
+    "PagedCache": "paged_backend.integrations.paged_cache",
     "RequestOutput": "paged_backend.request",
     "SamplingParams": "paged_backend.sampling_params",
     "SharedEngine": "paged_backend.shared_engine",

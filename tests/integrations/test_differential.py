@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -213,7 +213,7 @@ MUTANTS = {
     "minimum lengths forget the padding": (
         row_sampling,
         "_field",
-        lambda processor, row, *args: field_of(processor, row._replace(num_padding=0), *args),
+        lambda processor, row, *args: field_of(processor, replace(row, num_padding=0), *args),
     ),
     "finished rows are dropped though it shows": (
         decoding,
