@@ -19,6 +19,7 @@ from paged_backend.kernels.triton_attention import (
     dot_options,
     element_bits,
     first_visible_key,
+    heads_per_program,
     rule_and_span,
     start_softmax,
 )
@@ -43,6 +44,9 @@ _GATHERED_ELEMENTS = 1 << 19
 _PROGRAMS_PER_PROCESSOR = 8
 _KEYS_PER_SPLIT = 256
 _MOST_SPLITS = 64
+
+# Query heads of a KV head in one program; more of them read the same keys from another.
+_MOST_HEADS = 32
 
 
 def decode_attention(
@@ -233,6 +237,8 @@ def _decode_attention_kernel(
     stride_table,
     NUM_SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
     RULE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -248,11 +254,12 @@ def _decode_attention_kernel(
     NATIVE_FLOAT8: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // PARTS
     split = tl.program_id(2)
-    group_rows = tl.arange(0, BLOCK_M)
+    program_rows = tl.arange(0, BLOCK_M)
+    group_rows = tl.program_id(1) % PARTS * HEADS + program_rows
     heads = kv_head * GROUP + group_rows
-    rows_held = group_rows < GROUP
+    rows_held = (program_rows < HEADS) & (group_rows < GROUP)
     context_len = tl.load(context_lens_ptr + sequence)
     position = tl.maximum(context_len - 1, 0)
     first = first_visible_key(position, span, RULE)
@@ -269,15 +276,17 @@ def _decode_attention_kernel(
         mask=rows_held[:, None] & (key_dims < KEY_DIM)[None, :],
         other=0.0,
     ).to(DOT_DTYPE)
-    maximum, total = start_softmax(sinks_ptr, heads, group_rows < tl.where(split == 0, GROUP, 0), HAS_SINKS, BLOCK_M)
+    # A sink is in the softmax once, however many splits there are.
+    first_split = program_rows < tl.where(split == 0, BLOCK_M, 0)
+    maximum, total = start_softmax(sinks_ptr, heads, rows_held & first_split, HAS_SINKS, BLOCK_M)
     accumulator = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM], tl.float32)
     accumulator, maximum, total = attend_keys(
         query,
         accumulator,
         maximum,
         total,
-        group_rows * 0 + position,
-        group_rows * 0 + first,
+        program_rows * 0 + position,
+        program_rows * 0 + first,
         start,
         stop,
         first,
@@ -371,7 +380,8 @@ def _decode_attention_triton(
         return output
     rule, span = rule_and_span(window, chunk)
     longest = block_tables.shape[1] * block_size if max_context_len is None else max_context_len
-    splits = num_splits(num_seqs * num_kv_heads, min(longest, span or longest), num_processors(query.device))
+    parts, heads = heads_per_program(group, _MOST_HEADS)
+    splits = num_splits(num_seqs * num_kv_heads * parts, min(longest, span or longest), num_processors(query.device))
     rows = num_seqs * num_heads
     partial = query.new_empty((rows, splits, value_dim) if splits > 1 else 0, dtype=torch.float32)
     extremes = query.new_empty((rows, splits, 2) if splits > 1 else 0, dtype=torch.float32)
@@ -380,7 +390,7 @@ def _decode_attention_triton(
     arch = architecture(query.device)
     bits = element_bits(dtype, key_cache, value_cache)
     tiles = decode_tiles(arch, bits, max(block_key_dim, block_value_dim))
-    _decode_attention_kernel[(num_seqs, num_kv_heads, splits)](
+    _decode_attention_kernel[(num_seqs, num_kv_heads * parts, splits)](
         query,
         output,
         partial,
@@ -401,13 +411,15 @@ def _decode_attention_triton(
         block_tables.stride(0),
         NUM_SPLITS=splits,
         GROUP=group,
+        PARTS=parts,
+        HEADS=heads,
         RULE=rule,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
         BLOCK_SIZE=block_size,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        BLOCK_M=max(tiles.block_m, next_power_of_2(group)),
+        BLOCK_M=max(tiles.block_m, next_power_of_2(heads)),
         BLOCK_N=tiles.block_n,
         BLOCK_KEY_DIM=block_key_dim,
         BLOCK_VALUE_DIM=block_value_dim,

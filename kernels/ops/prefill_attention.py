@@ -15,6 +15,7 @@ from paged_backend.kernels.triton_attention import (
     dot_options,
     element_bits,
     first_visible_key,
+    heads_per_program,
     rule_and_span,
     start_softmax,
 )
@@ -180,6 +181,8 @@ def _prefill_attention_kernel(
     stride_query_head,
     stride_table,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
     RULE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -195,11 +198,11 @@ def _prefill_attention_kernel(
     NATIVE_FLOAT8: tl.constexpr,
 ):
     # Rows are pairs of token and head of the group, so that a key is loaded once for all the heads that share it.
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // PARTS
     # Sequence s owns the tiles from cu_seqlens_q[s] // TOKENS + s on, at least as many as it needs: the last sequence
-    # that starts at or before this tile is found without the host knowing any length.
+    # that starts at or before this tile is found without the host knowing any length, as in vLLM's unified attention.
     low = 0
     high = num_seqs
     while low < high:
@@ -222,9 +225,10 @@ def _prefill_attention_kernel(
     before = context_len - query_len
 
     pairs = tl.arange(0, BLOCK_M)
-    tokens = first_row + pairs // GROUP
-    heads = kv_head * GROUP + pairs % GROUP
-    rows_held = (pairs < TOKENS * GROUP) & (tokens <= last_row)
+    tokens = first_row + pairs // HEADS
+    group_rows = tl.program_id(1) % PARTS * HEADS + pairs % HEADS
+    heads = kv_head * GROUP + group_rows
+    rows_held = (pairs < TOKENS * HEADS) & (tokens <= last_row) & (group_rows < GROUP)
     # Rows without a token repeat the last one, so that they widen no range.
     positions = before + tl.minimum(tokens, last_row)
     firsts = first_visible_key(positions, span, RULE)
@@ -325,8 +329,8 @@ def _prefill_attention_triton(
     arch = architecture(query.device)
     bits = element_bits(dtype, key_cache, value_cache)
     tiles = prefill_tiles(arch, bits, max(block_key_dim, block_value_dim))
-    block_m = max(tiles.block_m, next_power_of_2(group))
-    _prefill_attention_kernel[(num_tokens // (block_m // group) + num_seqs, num_kv_heads)](
+    parts, heads = heads_per_program(group, tiles.block_m)
+    _prefill_attention_kernel[(num_tokens // (tiles.block_m // heads) + num_seqs, num_kv_heads * parts)](
         query,
         output,
         as_stored(key_cache),
@@ -346,13 +350,15 @@ def _prefill_attention_triton(
         query.stride(1),
         block_tables.stride(0),
         GROUP=group,
+        PARTS=parts,
+        HEADS=heads,
         RULE=rule,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
         BLOCK_SIZE=block_size,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        BLOCK_M=block_m,
+        BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_KEY_DIM=block_key_dim,
         BLOCK_VALUE_DIM=block_value_dim,

@@ -47,6 +47,12 @@ def element_bits(dtype: torch.dtype, key_cache: torch.Tensor, value_cache: torch
     return 32 if dtype == torch.float32 else 8 * min(key_cache.dtype.itemsize, value_cache.dtype.itemsize)
 
 
+def heads_per_program(group: int, most: int) -> tuple[int, int]:
+    """Into how many programs the query heads of a KV head are cut, and how many heads each of them takes."""
+    parts = -(-group // most)
+    return parts, -(-group // parts)
+
+
 @jit
 def first_visible_key(position, span, RULE: tl.constexpr):
     """The earliest key that a query at a position, or at each of several, may see."""

@@ -92,7 +92,7 @@ def prefill_tiles(architecture: str, element_bits: int, head_dim: int) -> Tiles:
 
 
 def decode_tiles(architecture: str, element_bits: int, head_dim: int) -> Tiles:
-    """The tiles of decode_attention; block_m is a minimum there, the group of a KV head may need more."""
+    """The tiles of decode_attention; block_m is the least there, a larger group of query heads needs more."""
     return _look_up(_DECODE, _DEFAULT_DECODE, architecture, element_bits, head_dim)
 
 

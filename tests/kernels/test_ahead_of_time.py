@@ -138,7 +138,7 @@ def all_features() -> list[dict[str, Any]]:
         "cache_dtype": (None, torch.int8, torch.float8_e4m3fn),
         "rule": tuple(RULES),
         "extras": (False, True),
-        "group": (1, 4, 7),
+        "group": (1, 4, 7, 71),
         "block_size": (1, 16, 64),
     }
     return [dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())]

@@ -42,7 +42,7 @@ TRITON = {
     ),
     "no softcap": ("decode", Mutant("triton_attention", "if HAS_SOFTCAP:", "if False:")),
     "no sinks": ("decode", Mutant("triton_attention", "if HAS_SINKS:", "if False:")),
-    "sinks in every split": ("decode", Mutant("decode_attention", "tl.where(split == 0, GROUP, 0)", "GROUP")),
+    "sinks in every split": ("decode", Mutant("decode_attention", "tl.where(split == 0, BLOCK_M, 0)", "BLOCK_M")),
     "maximum not subtracted": ("decode", Mutant("triton_attention", "total = total * decay", "total = total")),
     "sum not rescaled": ("decode", Mutant("triton_attention", "accumulator * decay[:, None]", "accumulator")),
     "empty row not guarded": (
@@ -85,7 +85,7 @@ TRITON = {
     ),
     "wrong token": (
         "prefill",
-        Mutant("prefill_attention", "tokens = first_row + pairs // GROUP", "tokens = first_row + pairs % GROUP"),
+        Mutant("prefill_attention", "tokens = first_row + pairs // HEADS", "tokens = first_row + pairs % HEADS"),
     ),
     "unmasked stretch too long": (
         "prefill",

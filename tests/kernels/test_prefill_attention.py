@@ -40,6 +40,10 @@ def test_query_heads_read_the_kv_head_of_their_group(backend, group):
     check(make_case([19, 9], [19, 4], group=group, num_kv_heads=3, key_dim=32), backend)
 
 
+def test_a_group_of_more_heads_than_a_tile_has_rows(backend):
+    check(make_case([9, 5], [9, 3], group=71, num_kv_heads=2, key_dim=8, sinks=True), backend)
+
+
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (128, 128), (24, 16), (16, 40)])
 def test_any_head_dim_and_unequal_key_and_value_dims(backend, key_dim, value_dim):
     check(make_case([19, 9], [19, 4], group=2, key_dim=key_dim, value_dim=value_dim), backend)
