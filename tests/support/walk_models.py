@@ -135,9 +135,7 @@ def _is_routed(model: PreTrainedModel) -> bool:
 def _short(reason: str) -> str:
     """The reason in one line without what differs from run to run: layer names and measured numbers."""
     reason = re.sub(r"^\w+ cannot be served with paged attention: ", "", " ".join(reason.split()))
-    reason = re.sub(
-        r"( but it was not found in your| requires the \w+ library).*", " requires a library that is missing", reason
-    )
+    reason = re.sub(r" requires the \w+ library.*", " requires a library that is missing", reason)
     reason = re.sub(r"(: relative error|, too few| \(shapes|; its forward takes).*", "", reason)
     reason = re.sub(r"\b[a-zA-Z_]+(\.\w+)+( \((\w+)\))?", "a layer", reason)
     return reason.replace("|", "/")[:160]
