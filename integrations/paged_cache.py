@@ -24,6 +24,8 @@ class PagedCache(Cache):
     block_size: tokens per block. num_blocks: how many there are for all rows together; None lets them grow.
     """
 
+    layers: list[Any]
+
     def __init__(self, block_size: int = 16, num_blocks: int | None = None) -> None:
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
             optional = name == "num_blocks" and value is None
@@ -58,10 +60,12 @@ class PagedCache(Cache):
         self.tables.select([row for row in range(len(self.tables.rows)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens of every row; the number is negative, as in transformers."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
-        self.tables.truncate(max(0, self.tables.length + tokens_to_remove))
+        """Forget the last ``-tokens_to_remove`` tokens of every row.
+
+        A positive number is how many to keep, which is what early versions of transformers 5 call it with.
+        """
+        kept = tokens_to_remove if tokens_to_remove > 0 else max(0, self.tables.length + tokens_to_remove)
+        self.tables.truncate(min(kept, self.tables.length))
         for layer in self.layers:
             layer.length = min(layer.length, self.tables.length)
 
@@ -245,6 +249,9 @@ class PagedCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         most = self.tables.num_blocks
         return -1 if most is None else most * self.tables.block_size // max(1, len(self.tables.rows))
+
+    # Its name in early versions of transformers 5.
+    get_max_cache_shape = get_max_length
 
 
 def _no_blocks(states: Tensor, block_size: int) -> Tensor:
