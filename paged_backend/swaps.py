@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from paged_backend.batch import Batch, build_batch
-from paged_backend.fused import Fused, LayerCall, NoMatch, Proposals, Recorder, can_fuse, check_plain
+from paged_backend.fused import Fused
 from paged_backend.kv_cache import QUANTIZED_DTYPES, KVCache, group_layers
 from paged_backend.model_runner import ModelRunner
+from paged_backend.patterns import LayerCall, NoMatch, Proposals, Recorder, can_fuse, check_plain
 from paged_backend.twin import Twin
 
 logger = logging.getLogger("paged_backend")

@@ -8,7 +8,7 @@ import torch
 from paged_backend.kernels import triton_support
 
 # The same tests hold every backend to the oracle: Triton's in a process of its own, see test_interpreter.py.
-BACKENDS = ["triton"] if triton_support.interpreted else ["reference"]
+BACKENDS = ["triton"] if triton_support.interpreted else ["reference", "cpu"]
 
 
 @pytest.fixture(params=BACKENDS)

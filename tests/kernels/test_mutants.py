@@ -106,6 +106,12 @@ TRITON = {
 MUTANTS = TRITON if triton_support.interpreted else REFERENCE
 
 
+@pytest.fixture
+def backend() -> str:
+    """The backend whose source is Python, which is what a mutant changes."""
+    return "triton" if triton_support.interpreted else "reference"
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_an_unchanged_copy_passes(backend, tmp_path, check):
     with mutated(tmp_path, None) as load:

@@ -1,7 +1,7 @@
-"""The operations in C++ for a CPU, compiled on first use; see `library`."""
+"""The operations in C++ for a CPU, compiled on first use; see `loader`."""
 
 from paged_backend.kernels.cpu import operations
-from paged_backend.kernels.cpu.library import UnavailableWarning, is_available, library
+from paged_backend.kernels.cpu.loader import UnavailableWarning, is_available, library
 from paged_backend.kernels.cpu.operations import rule_arguments
 from paged_backend.kernels.cpu.packed_linear import GELU_GATE, SILU_GATE, Arena, PackedLinear, pack, pack_gated
 

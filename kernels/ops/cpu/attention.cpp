@@ -353,13 +353,8 @@ void decode(const Heads& query, int64_t num_heads, const Cache& cache, const Tab
       std::memset(static_cast<char*>(result) + s * bytes, 0, bytes);
     }
   }
-  struct Part {
-    int64_t sequence;
-    DecodeQuery<K> query;
-  };
-  const int num_threads = at::get_num_threads();
-  std::vector<Part> parts;
-  if (num_threads > 1) parts.resize(2 * num_threads, Part{-1, DecodeQuery<K>(cache, num_heads)});
+  // By thread: the part of a context that a share begins with, and that of another one it ends with.
+  std::vector<std::optional<std::pair<int64_t, DecodeQuery<K>>>> parts(2 * at::get_num_threads());
   at::parallel_for(0, line, 4, [&](int64_t begin, int64_t end) {
     DecodeQuery<K> here(cache, num_heads);
     std::optional<Places<C>> places[2];
@@ -389,19 +384,20 @@ void decode(const Heads& query, int64_t num_heads, const Cache& cache, const Tab
       if (first == start && stop == ends[s]) {
         here.finish(rule, s, query.type, result);
       } else {
-        parts[2 * at::get_thread_num() + (first != begin)] = {s, here};
+        parts[2 * at::get_thread_num() + (first != begin)].emplace(s, here);
       }
       s = next_s;
     }
   });
   for (size_t i = 0; i < parts.size(); ++i) {
-    if (parts[i].sequence < 0) continue;
+    if (!parts[i]) continue;
+    auto& [sequence, whole] = *parts[i];
     for (size_t j = i + 1; j < parts.size(); ++j) {
-      if (parts[j].sequence != parts[i].sequence) continue;
-      parts[i].query.merge(parts[j].query);
-      parts[j].sequence = -1;
+      if (!parts[j] || parts[j]->first != sequence) continue;
+      whole.merge(parts[j]->second);
+      parts[j].reset();
     }
-    parts[i].query.finish(rule, parts[i].sequence, query.type, result);
+    whole.finish(rule, sequence, query.type, result);
   }
 }
 

@@ -126,13 +126,29 @@ Tensor norm(const Tensor& x, const Tensor& weight, double epsilon) {
   return result;
 }
 
-Tensor gated_activation(const Tensor& gates_and_others, bool gelu) {
-  const Tensor rows = gates_and_others.contiguous();
-  auto sizes = rows.sizes().vec();
-  const int64_t dim = sizes.back() /= 2;
-  Tensor result = at::empty(sizes, rows.options());
-  gated(rows.const_data_ptr(), type_of(rows), result.numel() / dim, dim, gelu, result.data_ptr());
+Tensor gated_activation(const Tensor& gate, const Tensor& other, bool gelu) {
+  const int64_t dim = gate.size(-1), num_rows = gate.numel() / dim;
+  Tensor result = at::empty(gate.sizes(), gate.options());
+  // Halves of a merged projection are taken as they lie.
+  auto rows = [&](const Tensor& x) { return x.stride(-1) == 1 && x.dim() == 2 ? x : x.reshape({num_rows, dim}).contiguous(); };
+  const Tensor a = rows(gate), b = rows(other);
+  gated(a.const_data_ptr(), a.stride(0), b.const_data_ptr(), b.stride(0), type_of(a), num_rows, dim, gelu,
+        result.data_ptr());
   return result;
+}
+
+void rotate_heads(const Tensor& heads, const Tensor& cos, const Tensor& sin) {
+  TORCH_CHECK_VALUE(heads.is_contiguous() && cos.is_contiguous() && sin.is_contiguous() &&
+                        cos.scalar_type() == heads.scalar_type() && sin.scalar_type() == heads.scalar_type(),
+                    "heads, cosines and sines must be contiguous and of one dtype");
+  rotate(heads.data_ptr(), type_of(heads), heads.stride(0), heads.size(0), heads.size(1), heads.size(2),
+         {cos.const_data_ptr(), sin.const_data_ptr(), cos.size(-1), nullptr, 0.f});
+}
+
+void pack_weight(const Tensor& words, const Tensor& panels) {
+  TORCH_CHECK_VALUE(words.is_contiguous() && panels.is_contiguous() && words.itemsize() == panels.itemsize(),
+                    "words and panels must be contiguous and of one size");
+  pack(words.const_data_ptr(), words.itemsize(), words.size(0), words.size(1), panels.data_ptr());
 }
 
 // One decoder layer over the packed tokens of a step, its keys and values stored on the way.
@@ -225,7 +241,9 @@ TORCH_LIBRARY(PAGED_LIBRARY, m) {
         "Tensor cu_seqlens_q, Tensor context_lens, " PAGED_RULE ") -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, int num_columns, int then) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
-  m.def("gated_activation(Tensor gates_and_others, bool gelu) -> Tensor");
+  m.def("gated_activation(Tensor gate, Tensor other, bool gelu) -> Tensor");
+  m.def("rotate_(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()");
+  m.def("pack(Tensor words, Tensor(a!) panels) -> ()");
   m.def("decoder_layer(Tensor hidden, Tensor? cos, Tensor? sin, Tensor?[] norms, float epsilon, Tensor[] weights, "
         "Tensor?[] scales, Tensor?[] biases, int num_heads, int activation, " PAGED_CACHE ", Tensor slot_mapping, "
         "Tensor block_tables, Tensor context_lens, Tensor cu_seqlens_q, int num_decodes, " PAGED_RULE ") -> Tensor");
@@ -239,6 +257,8 @@ TORCH_LIBRARY_IMPL(PAGED_LIBRARY, CPU, m) {
   m.impl("linear", linear);
   m.impl("rms_norm", norm);
   m.impl("gated_activation", gated_activation);
+  m.impl("rotate_", rotate_heads);
+  m.impl("pack", pack_weight);
   m.impl("decoder_layer", decoder_layer);
   m.impl("prefer_large_pages", prefer_large_pages);
 }

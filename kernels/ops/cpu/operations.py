@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paged_backend.kernels.cpu.library import is_available, library
+from paged_backend.kernels.cpu.loader import is_available, library
 from paged_backend.kernels.dispatch import available_if, implementation, implements
 
 available_if("cpu", is_available)
@@ -26,8 +26,7 @@ def _store_kv(
     if _serves(key, key_cache, value_cache):
         library().store_kv(_whole_heads(key), _whole_heads(value), key_cache, value_cache, slot_mapping)
     else:
-        reference = implementation("store_kv", "reference", key)
-        reference(key, value, key_cache, value_cache, slot_mapping, *scales)
+        _run("store_kv", "reference", key, value, key_cache, value_cache, slot_mapping, *scales)
 
 
 @implements("decode_attention", "cpu")
@@ -56,6 +55,60 @@ def _prefill_attention(
     return _attend("prefill_attention", query, key_cache, value_cache, tables, more)
 
 
+@implements("rms_norm", "cpu")
+def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool) -> torch.Tensor:
+    if hidden.dtype not in FLOATS or (weight.dtype != hidden.dtype and not unit_offset):
+        return _run("rms_norm", "reference", hidden, weight, eps, unit_offset)
+    factor = weight.float() + 1 if unit_offset else weight.float()
+    result: torch.Tensor = library().rms_norm(hidden, factor.contiguous(), eps)
+    return result
+
+
+@implements("add_rms_norm", "cpu")
+def _add_rms_norm(
+    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = hidden + residual
+    return _rms_norm(total, weight, eps, unit_offset), total
+
+
+@implements("gated_activation", "cpu")
+def _gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    if gate.dtype not in FLOATS or activation not in ("silu", "gelu_tanh"):
+        return _run("gated_activation", "reference", gate, up, activation)
+    result: torch.Tensor = library().gated_activation(gate, up, activation == "gelu_tanh")
+    return result
+
+
+@implements("rotary_store_kv", "cpu")
+def _rotary_store_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    interleaved: bool,
+    *scales: torch.Tensor | None,
+) -> torch.Tensor:
+    dtypes = {tensor.dtype for tensor in (query, key, cos, sin)}
+    if interleaved or len(dtypes) > 1 or not _serves(key, key_cache, value_cache):
+        tokens = (query, key, value, cos, sin)
+        return _run("rotary_store_kv", "reference", *tokens, key_cache, value_cache, slot_mapping, interleaved, *scales)
+    query, key = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key))
+    for heads in (query, key):
+        library().rotate_(heads, cos.contiguous(), sin.contiguous())
+    library().store_kv(key, _whole_heads(value), key_cache, value_cache, slot_mapping)
+    return query
+
+
+def _run(operation: str, backend: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    result: torch.Tensor = implementation(operation, backend, tensor)(tensor, *arguments)
+    return result
+
+
 def _attend(
     operation: str,
     query: torch.Tensor,
@@ -69,7 +122,7 @@ def _attend(
         run = getattr(library(), operation)
         result: torch.Tensor = run(_whole_heads(query), key_cache, value_cache, *tables, *rule_arguments(*more[:5]))
     else:
-        result = implementation(operation, "reference", query)(query, key_cache, value_cache, *tables, *more)
+        result = _run(operation, "reference", query, key_cache, value_cache, *tables, *more)
     return result
 
 

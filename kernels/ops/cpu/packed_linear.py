@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
 
-from paged_backend.kernels.cpu.library import level, library
+from paged_backend.kernels.cpu.loader import level, library
 
 # Columns of a panel, and what becomes of a product; product.h says the same.
 PANEL = 32
@@ -16,6 +15,7 @@ KEEP, SILU_GATE, GELU_GATE = 0, 2, 3
 
 # Packed weights lie together in pieces of this size, so that large pages hold nearly all of them.
 _PIECE_BYTES = 64 << 20
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class Arena:
@@ -78,16 +78,13 @@ def pack(
         wide = weight.float()
         scale = wide.abs().amax(1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
         weight = wide.div_(scale[:, None]).round_().to(torch.int8)
-    weight = pad(weight, (0, 0, 0, -num_columns % PANEL)).contiguous()
     arena = Arena() if arena is None else arena
-    if pairs:
-        # Two numbers that stay together move as one.
-        pair = torch.int16 if int8 else torch.int32
-        packed = arena.empty((weight.shape[0] // PANEL, depth // 2, PANEL, 2), weight.dtype)
-        packed.view(pair).squeeze(-1).copy_(weight.view(pair).view(-1, PANEL, depth // 2).transpose(1, 2))
-    else:
-        packed = arena.empty((weight.shape[0] // PANEL, depth, PANEL), weight.dtype)
-        packed.copy_(weight.view(-1, PANEL, depth).transpose(1, 2))
+    panels = -(-num_columns // PANEL)
+    shape = (panels, depth // 2, PANEL, 2) if pairs else (panels, depth, PANEL)
+    packed = arena.empty(shape, weight.dtype)
+    # Two numbers that stay together move as one word.
+    word = _WORDS[weight.element_size() * (2 if pairs else 1)]
+    library().pack(weight.contiguous().view(word), packed.view(word))
     return PackedLinear(packed, scale, None if bias is None else bias.detach().float(), num_columns)
 
 

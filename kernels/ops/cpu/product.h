@@ -91,7 +91,10 @@ inline Tile tile_of(int64_t num_rows) {
   return tile_of<K>(num_rows, std::make_integer_sequence<int, kTileRows>{});
 }
 
-// A packed weight, as `pack` of packed_linear.py lays it out.
+// Packs [num_columns][steps] words, of 1, 2 or 4 bytes, into panels; absent columns of the last one are zero.
+void pack(const void* words, int64_t word_bytes, int64_t num_columns, int64_t steps, void* panels);
+
+// A packed weight.
 struct Weight {
   const void* data;
   Type type;

@@ -52,15 +52,17 @@ void rms_norm(const void* x, Type type, int64_t num_rows, int64_t dim, const flo
   });
 }
 
-void gated(const void* gates_and_others, Type type, int64_t num_rows, int64_t dim, bool gelu, void* result) {
+void gated(const void* gate, int64_t gate_stride, const void* other, int64_t other_stride, Type type, int64_t num_rows,
+           int64_t dim, bool gelu, void* result) {
   with_type(type, [&](auto number) {
     using T = decltype(number);
     for_rows(num_rows, dim, [&](int64_t row) {
-      const T* from = static_cast<const T*>(gates_and_others) + row * 2 * dim;
+      const T* a = static_cast<const T*>(gate) + row * gate_stride;
+      const T* b = static_cast<const T*>(other) + row * other_stride;
       T* to = static_cast<T*>(result) + row * dim;
       for_vectors(dim, [&](int64_t i, auto load, auto store) {
-        const F gate = load(from + i);
-        store(to + i, (gelu ? gelu_tanh(gate) : silu(gate)) * load(from + dim + i));
+        const F x = load(a + i);
+        store(to + i, (gelu ? gelu_tanh(x) : silu(x)) * load(b + i));
       });
     });
   });
@@ -99,8 +101,6 @@ void rotate(void* heads, Type type, int64_t token_stride, int64_t num_tokens, in
     using T = decltype(number);
     const int64_t half = rotation.dim / 2;
     for_rows(num_tokens, num_heads * head_dim, [&](int64_t token) {
-      const T* cos = static_cast<const T*>(rotation.cos) + token * rotation.dim;
-      const T* sin = static_cast<const T*>(rotation.sin) + token * rotation.dim;
       for (int64_t h = 0; h < num_heads; ++h) {
         T* head = static_cast<T*>(heads) + token * token_stride + h * head_dim;
         if (rotation.norm) {
@@ -110,6 +110,8 @@ void rotate(void* heads, Type type, int64_t token_stride, int64_t num_tokens, in
           });
         }
         if (rotation.cos) {
+          const T* cos = static_cast<const T*>(rotation.cos) + token * rotation.dim;
+          const T* sin = static_cast<const T*>(rotation.sin) + token * rotation.dim;
           for_vectors(half, [&](int64_t i, auto load, auto store) {
             const F a = load(head + i), b = load(head + half + i);
             store(head + i, a * load(cos + i) - b * load(sin + i));

@@ -28,8 +28,9 @@ struct Heads {
 void rms_norm(const void* x, Type type, int64_t num_rows, int64_t dim, const float* weight, float epsilon,
               const void* residual, void* result);
 
-// result[dim] = activation(gates_and_others[0:dim]) * gates_and_others[dim:2 dim], row by row.
-void gated(const void* gates_and_others, Type type, int64_t num_rows, int64_t dim, bool gelu, void* result);
+// result = activation(gate) * other, rows of `dim` elements that lie a stride apart.
+void gated(const void* gate, int64_t gate_stride, const void* other, int64_t other_stride, Type type, int64_t num_rows,
+           int64_t dim, bool gelu, void* result);
 
 // Writes each token's key and value to its slot; slot -1 is passed over. Key and value may differ in type.
 void store_kv(Heads key, Heads value, const Cache& cache, const int64_t* slots, int64_t num_tokens);
