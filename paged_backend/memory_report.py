@@ -15,7 +15,8 @@ def explain_memory(stats: EngineStats, layers: Sequence[LayerSpec], config: Engi
     dtype = config.kv_dtype if config.kv_dtype != "auto" else str(layers[0].dtype).removeprefix("torch.")
     lines = [
         f"{len(layers)} attention layers keep keys and values in {dtype}: {_size(per_token)} a token.",
-        f"{_size(stats.reserved_bytes)} are reserved; at most {_size(stats.peak_allocated_bytes)} were held by requests at once.",
+        f"{_size(stats.reserved_bytes)} are reserved; at most {_size(stats.peak_allocated_bytes)} were held by requests "
+        "at once.",
     ]
     for group in stats.groups:
         lines += _explain_group(group)
@@ -46,7 +47,8 @@ def _explain_group(group: GroupStats) -> list[str]:
         f"  Now {size(group.num_allocated_slots)} are held by requests ({size(group.num_filled_slots)} filled, "
         f"{size(group.num_wasted_slots)} wasted), {size(group.num_cached_slots)} are cached for reuse, "
         f"{size(group.num_free_blocks * group.block_size)} are free.",
-        f"  Over time {size(group.mean_allocated_slots)} were held on average, {size(group.peak_allocated_slots)} at most.",
+        f"  Over time {size(group.mean_allocated_slots)} were held on average, "
+        f"{size(group.peak_allocated_slots)} at most.",
     ]
 
 
