@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 from paged_backend.errors import ConfigError
-from paged_backend.plugins.length_prediction import Predictor, RemainingTokens
-from paged_backend.plugins.step_cost import StepCost
+from paged_backend.plugins.length_prediction import Predictor
+from paged_backend.plugins.service_time import LatestStarts, StepCost
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule, due, latest_deadline
 from paged_backend.policies import LazyHeap, RequestView
 
@@ -16,16 +15,14 @@ from paged_backend.policies import LazyHeap, RequestView
 class Deadline(ChoosesVictim):
     """The earliest deadline goes first, of equals the one with least time to spare, waiting or half-prefilled.
 
-    Guarantee: a request never starts before one that waits with an earlier deadline. While requests with and without a
-    deadline wait, of any n starts at least ``floor(n * share)`` are of those without, in order of arrival; and of any n
-    steps as many compute their prompts first. Whoever is first blocks the others until it fits.
+    Guarantee: a request with a deadline never starts before one that waits with an earlier one. While requests with and
+    without wait, of any n starts at least ``floor(n * share)`` are of those without, by arrival; of any n steps as many
+    compute their prompts first. Whoever is first blocks the others until it fits.
 
-    share: from 0 to 1, of the starts for requests without a deadline.
-    shed: a waiting request that cannot make its deadline any more, even if it ran alone from now on by the estimate of
-        step times, ends with ``"timeout"``, when it arrives or later.
-    preempt: a request that finds no seat or no blocks takes those of the running one with the latest deadline, none at
-        all counting as latest, if that is later than its own.
-    predict: output length, "max_tokens", "quantile" or a function. cost: the estimate of step times, a ``StepCost``.
+    shed: a waiting request that cannot make its deadline even if it ran alone from now on ends with ``"timeout"``.
+    preempt: a request that finds no room takes that of the running one with the latest deadline, none counting as
+        latest, if that is later than its own.
+    predict: output length, "max_tokens", "quantile" or a function. cost: the estimate of step times.
     """
 
     lookahead = 0
@@ -43,35 +40,32 @@ class Deadline(ChoosesVictim):
         if not 0 <= share <= 1:
             raise ConfigError(f"deadline's share must be from 0 to 1, got {share!r}")
         self.share, self.shed, self.preempt = share, shed, preempt
-        self.cost = StepCost() if cost is None else cost
-        self._remaining = RemainingTokens(predict)
+        self.latest_starts = LatestStarts(predict, cost)
         self._urgent: LazyHeap[RequestView] = LazyHeap()
         self._patient: LazyHeap[RequestView] = LazyHeap()
-        # Those with a deadline by the latest moment at which they could start, by the estimate when it was last made.
-        self._latest_starts: LazyHeap[RequestView] = LazyHeap()
         self._credit = 0.0
         self._num_steps = 0
 
     def add(self, request: RequestView, now: float) -> None:
-        """O(log n)."""
         if request.deadline is None:
             self._patient.push(request.order, request.order, request)
         else:
-            self._urgent.push(request.order, (request.deadline, self._latest_start(request)), request)
+            # Of equals, one that was preempted comes first.
+            rank = (request.deadline, request.num_preemptions == 0, self.latest_starts.of(request))
+            self._urgent.push(request.order, rank, request)
             if self.shed:
-                self._latest_starts.push(request.order, self._latest_start(request), request)
+                self.latest_starts.add(request)
 
     def remove(self, request: RequestView) -> None:
-        """O(log n) amortised."""
-        if not request.is_waiting and (request.order in self._urgent or request.order in self._patient):
-            self._credit += (self.share - (request.deadline is None)) * bool(self._urgent and self._patient)
-        for heap in (self._urgent, self._patient, self._latest_starts):
+        known = request.order in self._urgent or request.order in self._patient
+        if known and not request.is_waiting and self._urgent and self._patient:
+            self._credit += self.share - (request.deadline is None)
+        for heap in (self._urgent, self._patient, self.latest_starts):
             heap.discard(request.order)
 
     def candidates(self, now: float) -> Iterator[RequestView]:
-        """By deadline, with the others' share, as long as each one fits."""
         with closing(self._urgent.ascending()) as by_deadline, closing(self._patient.ascending()) as by_arrival:
-            alive = (request for request in by_deadline if not self._must_go(request, now))
+            alive = (r for r in by_deadline if not (self.shed and self.latest_starts.is_past(r, now)))
             urgent, patient = next(alive, None), next(by_arrival, None)
             while request := patient if urgent is None or (patient and self._credit + self.share >= 1) else urgent:
                 yield request
@@ -87,46 +81,20 @@ class Deadline(ChoosesVictim):
         return len(self._urgent) + len(self._patient)
 
     def rank_prefills(self, prefilling: Sequence[RequestView], now: float) -> Sequence[RequestView]:
-        """By deadline; a share of the steps puts those without one first."""
-        others_first = int(self._num_steps * self.share) > int((self._num_steps - 1) * self.share)
-        return sorted(
-            prefilling, key=lambda r: (others_first and r.deadline is not None, due(r), self._latest_start(r))
-        )
+        patient_first = int(self._num_steps * self.share) > int((self._num_steps - 1) * self.share)
+        latest = self.latest_starts.of
+        return sorted(prefilling, key=lambda r: (patient_first and r.deadline is not None, due(r), latest(r)))
 
     def preempts(self, candidate: RequestView, running: Sequence[RequestView], now: float) -> RequestView | None:
-        """The latest deadline, if it is later."""
-        if not self.preempt:
-            return None
         latest = latest_deadline(running, now)
-        return latest if due(latest) > due(candidate) else None
+        return latest if self.preempt and due(latest) > due(candidate) else None
 
     def doomed(self, now: float) -> Iterator[RequestView]:
-        """Those whose latest start is past, by the estimate as it is now."""
-        while (first := self._latest_starts.first()) is not None and first[0] < now:
-            request = first[1]
-            self._latest_starts.push(request.order, self._latest_start(request), request)
-            if self._latest_start(request) < now:
-                self._latest_starts.discard(request.order)
-                yield request
+        return self.latest_starts.past(now)
 
     def on_step(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
-        """Learns what a step takes."""
         self._num_steps += 1
-        self.cost.observe(num_decodes, num_prefill_tokens, seconds)
+        self.latest_starts.cost.observe(num_decodes, num_prefill_tokens, seconds)
 
     def on_finished(self, request: RequestView, now: float) -> None:
-        """Lets the predictor learn."""
-        self._remaining.observe(request)
-
-    def _latest_start(self, request: RequestView) -> float:
-        return due(request) - self._seconds(request)
-
-    def _seconds(self, request: RequestView) -> float:
-        return self.cost.seconds(request.num_uncomputed_tokens, self._remaining.output(request))
-
-    def _must_go(self, request: RequestView, now: float) -> bool:
-        """Whether ``request`` is to be shed, which the next ``doomed`` will say."""
-        if not self.shed or self._latest_start(request) >= now:
-            return False
-        self._latest_starts.push(request.order, -math.inf, request)
-        return True
+        self.latest_starts.remaining.observe(request)

@@ -20,6 +20,8 @@ class StarvationAware(ChoosesVictim, KeyedPolicy):
     requests a long one starts, and once started it advances with every step that computes prompts in order of
     admission.
 
+    A preempted request that does not fit is not passed over either.
+
     Why: a later arrival overtakes every earlier one that waits, so the earliest has been overtaken most. Its count and
     its wait are checked before each start; at a bound it is the only candidate, and if it does not fit, nobody starts.
 
@@ -76,7 +78,7 @@ class StarvationAware(ChoosesVictim, KeyedPolicy):
                 yield request
                 if not request.is_waiting:
                     self._leave(request)
-                elif at_bound:
+                elif at_bound or request.num_preemptions:
                     return
 
     def _leave(self, request: RequestView) -> None:

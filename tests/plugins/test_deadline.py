@@ -10,7 +10,7 @@ from model_free import ModelFree
 from paged_backend.errors import ConfigError
 from paged_backend.plugins.deadline import Deadline
 from paged_backend.plugins.fifo import Fifo
-from paged_backend.plugins.step_cost import StepCost
+from paged_backend.plugins.service_time import StepCost
 
 ARRIVALS = st.lists(
     st.tuples(

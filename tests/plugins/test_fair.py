@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from model_free import ModelFree
 
 from paged_backend.errors import ConfigError
-from paged_backend.plugins.fair import MANY_CLIENTS, Fair
+from paged_backend.plugins.fair import Fair
 from paged_backend.plugins.fifo import Fifo
+from paged_backend.plugins.token_counters import MANY_CLIENTS
 
 CLIENTS = ("a", "b", "c")
 LONGEST_PROMPT, MOST_OUTPUT, SEATS = 20, 8, 4
@@ -153,7 +154,7 @@ def test_clients_that_owe_nothing_are_forgotten():
     for n in range(3 * MANY_CLIENTS):
         engine.add(1, 1, client_id=str(n))
         engine.run()
-    assert len(policy._clients) <= MANY_CLIENTS + 2
+    assert len(policy._counters) <= MANY_CLIENTS + 2
 
 
 @pytest.mark.parametrize("options", [{"weights": {"a": 0}}, {"prompt_cost": -1}, {"output_cost": -0.5}])

@@ -8,6 +8,7 @@ import pytest
 from model_free import ModelFree
 
 from paged_backend.errors import ConfigError
+from paged_backend.plugins.batches import Static
 from paged_backend.plugins.deadline import Deadline
 from paged_backend.plugins.fair import Fair
 from paged_backend.plugins.fifo import Fifo
@@ -40,6 +41,23 @@ def test_every_policy_takes_a_rule_by_name_or_as_a_function(policy):
     assert policy(victim=lambda running, now: running[0]).victim(RUNNING, 0.0).order == 0
     with pytest.raises(ConfigError, match="newest"):
         policy(victim="oldest")
+
+
+@pytest.mark.parametrize(
+    "policy", [Fifo(), StarvationAware(), Deadline(), Deadline(preempt=True), Priority(preempt=True), Fair(), Static(3)]
+)
+def test_a_preempted_request_resumes_before_later_arrivals_of_equal_rank(policy):
+    engine = ModelFree(policy, num_blocks=10, block_size=2, max_num_seqs=3)
+    for _ in range(2):
+        engine.add(4, 14, deadline=50.0)
+    for _ in range(3):
+        engine.step()
+    later = engine.add(4, 14, deadline=50.0)
+    engine.run()
+    starts = engine.start_orders
+    preempted = next(order for order in (0, 1) if starts.count(order) > 1)
+    assert starts.index(preempted, starts.index(preempted) + 1) < starts.index(later.order)
+    engine.assert_sound()
 
 
 def recomputed(victim: str) -> int:
