@@ -111,7 +111,8 @@ class BatchesTogether:
         scope = CancelScope()
         # Not as a with block around the yields: a consumer may run in another context.
         try:
-            stream = Runnable.abatch_as_completed(self, inputs, limited, return_exceptions=return_exceptions, **kwargs)
+            core: Any = Runnable.abatch_as_completed
+            stream = core(self, inputs, limited, return_exceptions=return_exceptions, **kwargs)
             while True:
                 with scope:
                     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -187,12 +187,12 @@ class PagedModel(BaseModel):
             await handle
         return _complete(handle)
 
-    def _deltas(self, handle: Handle) -> Iterator[Delta]:
+    def _deltas(self, handle: Handle) -> Generator[Delta, None, None]:
         with translated(), closing(iter(handle)) as deltas:
             yield from deltas
         _complete(handle)
 
-    async def _adeltas(self, handle: Handle) -> AsyncIterator[Delta]:
+    async def _adeltas(self, handle: Handle) -> AsyncGenerator[Delta, None]:
         with translated():
             async with aclosing(aiter(handle)) as deltas:
                 async for delta in deltas:
