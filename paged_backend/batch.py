@@ -27,7 +27,8 @@ class Batch:
 
     input_ids, positions: ``[num_tokens]`` int64. context_lens: ``[num_seqs]`` int32, each counting the tokens of
     this step too. cu_seqlens_q: ``[num_prefills + 1]`` int32 offsets of the chunks within the prefill part.
-    logits_rows: ``[num_rows]`` int64, the tokens whose logits are wanted.
+    logits_rows: ``[num_rows]`` int64, the tokens whose logits are wanted. embeds: what is fed in place of tokens, as
+    the place of the first and ``[count, D]`` floats.
     """
 
     input_ids: torch.Tensor
@@ -40,6 +41,7 @@ class Batch:
     max_seqlen_q: int
     max_decode_context: int
     max_prefill_context: int
+    embeds: tuple[tuple[int, torch.Tensor], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -59,6 +61,7 @@ def build_batch(
     tables: Sequence[np.ndarray],
     block_size: int,
     device: torch.device,
+    embeds: Sequence[tuple[int, torch.Tensor]] = (),
 ) -> Batch:
     """Pack decodes and prefill chunks.
 
@@ -106,6 +109,7 @@ def build_batch(
         max_seqlen_q=int(lengths.max(initial=0)),
         max_decode_context=max_decode_context,
         max_prefill_context=max_prefill_context,
+        embeds=tuple(embeds),
     )
 
 

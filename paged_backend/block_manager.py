@@ -114,13 +114,17 @@ class BlockManager:
                 )
         return None
 
+    def _caches(self, request: Request) -> bool:
+        # The tokens of a prompt that is fed as embeddings do not tell its keys and values.
+        return self.enable_prefix_caching and request.prompt_embeds is None
+
     def match_prefix(self, request: Request) -> PrefixMatch:
         """The longest cached beginning of the request's tokens that every group can still serve.
 
         At least one token stays to be computed, since its logits are wanted.
         """
         none = PrefixMatch(0, (), tuple(() for _ in self.groups))
-        if not self.enable_prefix_caching:
+        if not self._caches(request):
             return none
         nodes = self.tree.match(request.token_ids, request.cache_salt, (request.num_tokens - 1) // self.block_size)
         length = len(nodes)
@@ -245,7 +249,7 @@ class BlockManager:
     def admit(self, request: Request, match: PrefixMatch) -> None:
         """Give ``request`` a seat and the blocks of its cached beginning."""
         node = match.nodes[-1] if match.nodes else self.tree.root(request.cache_salt)
-        table = BlockTable(self._free_seats.pop(), len(self.groups), node if self.enable_prefix_caching else None)
+        table = BlockTable(self._free_seats.pop(), len(self.groups), node if self._caches(request) else None)
         self._tables[request] = table
         request.seat = table.seat
         for node in match.nodes:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from torch import Tensor
 from tqdm import tqdm
 
 from paged_backend.attention import add_backend, check_backend
@@ -31,7 +32,7 @@ from paged_backend.errors import (
     UnsupportedModel,
 )
 from paged_backend.executor import Executor
-from paged_backend.intake import Prompt, as_prompts, moment, prompt_token_ids, sampling_params
+from paged_backend.intake import Prompt, as_prompts, check_prompt_embeds, moment, prompt_token_ids, sampling_params
 from paged_backend.kv_cache import KVCache, group_layers
 from paged_backend.load_probe import prove
 from paged_backend.lockstep import HeldRows, Lockstep
@@ -167,6 +168,7 @@ class Engine:
         stop_condition: Callable[[Request], bool] | None = None,
         metadata: Any = None,
         lockstep: Lockstep | None = None,
+        prompt_embeds: Tensor | None = None,
     ) -> str:
         """Queue a prompt (text, token ids, or a 1-D tensor of them); returns the request's id.
 
@@ -176,6 +178,8 @@ class Engine:
         client_id: for policies that share out service. cache_salt: prefixes are shared only under an equal salt.
         stop_condition: called with the Request after each token; True ends it with ``"stop"``.
         lockstep: shared by requests that choose each token together. metadata: anything, for the caller and policies.
+        prompt_embeds: [num_prompt_tokens, D] floats that the model is fed in place of the prompt's tokens, which then
+        only tell penalties and processors what was said; prefixes of such a prompt are not shared.
 
         Raises RequestRefused (ContextOverflow when it could never fit) and leaves everything as it was.
         """
@@ -193,6 +197,7 @@ class Engine:
             stop_condition=stop_condition,
             metadata=metadata,
             lockstep=lockstep,
+            prompt_embeds=prompt_embeds,
         )
         self.check_queue()
         self._queue(request)
@@ -600,6 +605,7 @@ class Engine:
         token_ids = prompt_token_ids(prompt, self.tokenizer, self.twin.vocab_size)
         params = self._default_params(len(token_ids)) if params is None else sampling_params(params)
         params.validate_for(self.twin.vocab_size)
+        check_prompt_embeds(options.get("prompt_embeds"), len(token_ids), self.twin)
         check_stop(params, self.tokenizer)
         check_constraint(params, self.tokenizer)
         if params.n > self.config.max_num_seqs:

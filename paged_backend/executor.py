@@ -59,11 +59,15 @@ class Executor:
     def _batch(self, requests: Sequence[Request]) -> Batch:
         decodes = [r for r in requests if r.is_decoding]
         prefills = requests[len(decodes) :]
-        chunks, counts = [], []
+        chunks, counts, embeds = [], [], []
+        place = len(decodes)
         for request in prefills:
             start, end = request.num_computed_tokens, request.num_computed_tokens + request.num_scheduled_tokens
             chunks.append(request.token_ids[start:end])
             counts.append(request.num_seats if end == request.num_tokens else 0)
+            if request.prompt_embeds is not None and start < request.num_prompt_tokens:
+                embeds.append((place, request.prompt_embeds[start:end]))
+            place += end - start
         return build_batch(
             [r.token_ids[-1] for r in decodes],
             [r.num_computed_tokens for r in decodes],
@@ -73,6 +77,7 @@ class Executor:
             self.blocks.tables(requests),
             self.blocks.block_size,
             self.runner.twin.device,
+            embeds,
         )
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paged_backend.detokenizer import tokenizer_lock
 from paged_backend.errors import RequestRefused
 from paged_backend.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from paged_backend.twin import Twin
 
 Prompt = str | Sequence[int] | torch.Tensor
 
@@ -47,6 +50,21 @@ def _as_int(token: Any) -> int:
     if isinstance(token, bool) or not hasattr(token, "__index__"):
         raise TypeError(f"{token!r} is no token id")
     return int(token)
+
+
+def check_prompt_embeds(embeds: Any, num_tokens: int, twin: Twin) -> None:
+    """Raise RequestRefused unless ``embeds`` is None or what the model can be fed in place of ``num_tokens`` tokens."""
+    if embeds is None:
+        return
+    if twin.embedding_dim is None:
+        raise RequestRefused("this model takes no embeddings in place of tokens; give token ids alone")
+    if not isinstance(embeds, torch.Tensor) or not embeds.is_floating_point():
+        raise RequestRefused(f"prompt_embeds must be a tensor of floats, got {type(embeds).__name__}")
+    if embeds.shape != (num_tokens, twin.embedding_dim):
+        raise RequestRefused(
+            f"prompt_embeds of a prompt of {num_tokens} tokens must be of shape {(num_tokens, twin.embedding_dim)}, "
+            f"got {tuple(embeds.shape)}"
+        )
 
 
 def sampling_params(params: SamplingParams | Mapping[str, Any]) -> SamplingParams:

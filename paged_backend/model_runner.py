@@ -34,6 +34,6 @@ class ModelRunner:
         """Logits ``[num_rows, vocab_size]`` of the batch's ``logits_rows``, in the model's dtype."""
         self.context.batch = batch
         try:
-            return self.twin.logits(batch.input_ids, batch.positions, batch.logits_rows)
+            return self.twin.logits(batch.input_ids, batch.positions, batch.logits_rows, batch.embeds)
         finally:
             self.context.batch = None

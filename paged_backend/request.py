@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
+from torch import Tensor
+
 from paged_backend.lockstep import Lockstep
 from paged_backend.request_view import RequestView
 from paged_backend.sampling_params import SamplingParams
@@ -84,6 +86,7 @@ class Request:
 
     token_ids: prompt and output together. num_computed_tokens: how many of them have keys and values in the cache.
     num_scheduled_tokens: how many the current step feeds. num_lost_tokens: how many the last preemption took.
+    prompt_embeds: what is fed in place of the prompt's tokens, [num_prompt_tokens, D], or None.
     seat: its row in the block tables while it holds one. forks: samples that split off when the prompt is computed.
     """
 
@@ -108,6 +111,7 @@ class Request:
         "overtaken",
         "params",
         "priority",
+        "prompt_embeds",
         "queue_limit",
         "request_id",
         "sampling_state",
@@ -137,6 +141,7 @@ class Request:
         stop_condition: Callable[[Request], bool] | None = None,
         metadata: Any = None,
         lockstep: Lockstep | None = None,
+        prompt_embeds: Tensor | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -151,6 +156,7 @@ class Request:
         self.stop_condition = stop_condition
         self.metadata = metadata
         self.lockstep = lockstep
+        self.prompt_embeds = prompt_embeds
         self.state = RequestState.WAITING
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)

@@ -83,7 +83,11 @@ class Twin:
         self.device = _device_of(embedding, module)
         head = module.get_output_embeddings()
         self._head_device = self.device if head is None else _device_of(head, module)
-        self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+        parameters = inspect.signature(module.forward).parameters
+        self._keeps_rows = "logits_to_keep" in parameters
+        # How wide embeddings are that may be fed in place of tokens; None if none may.
+        width = getattr(embedding, "embedding_dim", None)
+        self.embedding_dim: int | None = width if "inputs_embeds" in parameters else None
 
         self._set_attention(PROBE_NAME)
         with torch.inference_mode():
@@ -123,22 +127,35 @@ class Twin:
         for module, layer in zip(self.attention_modules, layers, strict=True):
             module.__dict__["paged_layer"] = layer
 
-    def logits(self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        embeds: Sequence[tuple[int, torch.Tensor]] = (),
+    ) -> torch.Tensor:
         """Run packed tokens: ``input_ids`` and ``positions`` ``[num_tokens]``, ``rows`` ``[num_rows]``, all int64.
 
-        Returns ``[num_rows, vocab_size]`` in the model's dtype.
+        Each of ``embeds``, a place and ``[count, D]``, is fed in place of that many tokens from there on. Returns
+        ``[num_rows, vocab_size]`` in the model's dtype.
         """
+        inputs: dict[str, Any] = {"input_ids": input_ids[None]}
+        if embeds:
+            embedded = self.module.get_input_embeddings()(input_ids[None]).clone()
+            for place, given in embeds:
+                embedded[0, place : place + len(given)] = given
+            inputs = {"inputs_embeds": embedded}
         rows = rows.to(self._head_device)
         if self._keeps_rows:
-            return self._forward(input_ids, positions, logits_to_keep=rows)
-        return self._forward(input_ids, positions)[rows]
+            return self._forward(inputs, positions, logits_to_keep=rows)
+        return self._forward(inputs, positions)[rows]
 
     def _logits_of_first(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.logits(input_ids, positions, input_ids.new_zeros(1))
 
-    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _forward(self, inputs: dict[str, Any], positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         # No cache is passed, whose name differs between versions of transformers, and none is made.
-        output = self.module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kwargs)
+        output = self.module(**inputs, position_ids=positions[None], use_cache=False, **kwargs)
         return logits_of(output)
 
     def stale_reason(self) -> str | None:
