@@ -23,8 +23,8 @@ class LogitsProcessing:
     """Everything between the logits and temperature, in transformers' order.
 
     logit_bias, repetition penalty, presence and frequency penalty (which transformers lacks), min_tokens, bad_words,
-    then the request's own processors, and last what its output must match, which nothing may undo. The first four work on
-    all rows at once and touch only the tokens concerned, with the results of SequenceBias-, RepetitionPenalty- and
+    then the request's own processors, and last what its output must match, which nothing may undo. The first four work
+    on all rows at once and touch only the tokens concerned, with the results of SequenceBias-, RepetitionPenalty- and
     MinNewTokensLengthLogitsProcessor.
     """
 

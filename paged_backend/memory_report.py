@@ -15,8 +15,8 @@ def explain_memory(stats: EngineStats, layers: Sequence[LayerSpec], config: Engi
     dtype = config.kv_dtype if config.kv_dtype != "auto" else str(layers[0].dtype).removeprefix("torch.")
     lines = [
         f"{len(layers)} attention layers keep keys and values in {dtype}: {_size(per_token)} a token.",
-        f"{_size(stats.reserved_bytes)} are reserved; at most {_size(stats.peak_allocated_bytes)} were held by requests "
-        "at once.",
+        f"{_size(stats.reserved_bytes)} are reserved; "
+        f"at most {_size(stats.peak_allocated_bytes)} were held by requests at once.",
     ]
     for group in stats.groups:
         lines += _explain_group(group)
