@@ -34,8 +34,12 @@ class TestChatPagedOnSampleModel(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        """Without the penalty so small a model repeats a joke until its tokens are used up."""
-        return {"model": sample_model.fetch(), "max_tokens": 256, "repetition_penalty": 1.2}
+        return {"model": sample_model.fetch(), "max_tokens": 256}
+
+    @property
+    def structured_output_kwargs(self) -> dict[str, Any]:
+        """Without a penalty so small a model repeats a joke until its tokens are used up."""
+        return {"repetition_penalty": 1.2}
 
     @property
     def supports_model_override(self) -> bool:
