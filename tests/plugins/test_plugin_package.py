@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -16,6 +17,7 @@ from model_free import ModelFree
 from tiny_folder import save_tiny
 
 PACKAGE = Path(__file__).parents[2] / "examples" / "plugin_package"
+README = (Path(__file__).parents[2] / "plugins" / "README.md").read_text()
 
 
 @pytest.fixture
@@ -77,47 +79,69 @@ PROGRAM = """
 import json, sys
 from paged_backend import Engine, SamplingParams
 from paged_backend.plugin_manager import PluginManager
-plugin = {info.name: info for info in PluginManager().describe()}["shortest"]
-engine = Engine.from_pretrained(sys.argv[1], scheduler="shortest_predicted", scheduler_options={"aging": 5.0},
-                                eviction="by_class", kv_cache_memory="8MiB")
+folder, plugin, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+info = {info.name: info for info in PluginManager().describe()}[plugin]
+engine = Engine.from_pretrained(folder, kv_cache_memory="8MiB", **options)
 output, = engine.generate(["Once upon"], SamplingParams(max_tokens=6, ignore_eos=True))
-print(json.dumps({"source": plugin.source, "location": plugin.location, "tokens": output.token_ids,
+print(json.dumps({"source": info.source, "location": info.location, "tokens": output.token_ids,
                   "policy": type(engine.scheduler.policy.policy).__name__, "errors": engine.stats().policy_errors}))
 """
 
 
+class Environment:
+    """An environment of its own that sees what this one has, as if all requirements had been installed there too."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder / "environment", with_pip=False, symlinks=True)
+        self.python = folder / "environment" / "bin" / "python"
+        self.model = save_tiny(folder / "model")
+        asked = [self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        self.packages = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+        seen = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if Path(path).is_dir()]
+        lines = [f"import site; site.addsitedir({path!r})\n" for path in seen]
+        (self.packages / "requirements.pth").write_text("".join(lines))
+
+    def install(self, source: Path) -> None:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+        done = subprocess.run([*command, "--target", self.packages, source], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def run(self, plugin: str, options: dict, **variables: str) -> subprocess.CompletedProcess:
+        command = [self.python, "-c", PROGRAM, self.model, plugin, json.dumps(options)]
+        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
+
+    def report(self, plugin: str, options: dict, **variables: str) -> tuple[dict, str]:
+        """What the program found, and what it wrote to stderr."""
+        result = self.run(plugin, options, **variables)
+        assert result.returncode == 0, result.stderr
+        report = json.loads(result.stdout.splitlines()[-1])
+        assert Path(report["location"]).is_relative_to(self.packages)
+        assert report["errors"] == {}
+        assert len(report["tokens"]) == 6
+        return report, result.stderr
+
+
 @pytest.mark.slow
 def test_installed_package_is_found_by_name_in_an_environment_of_its_own(tmp_path):
-    folder = save_tiny(tmp_path / "model")
-    # An empty environment that sees what this one has, as if all requirements had been installed there too.
-    environment = tmp_path / "environment"
-    venv.create(environment, with_pip=False, symlinks=True)
-    python = environment / "bin" / "python"
-    packages = Path(
-        subprocess.run(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
-        ).stdout.strip()
-    )
-    seen = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if Path(path).is_dir()]
-    (packages / "requirements.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in seen))
+    environment = Environment(tmp_path)
     # Building writes into the source folder.
-    source = shutil.copytree(PACKAGE, tmp_path / "source")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*install, "--target", packages, source], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-    def run(**variables: str) -> subprocess.CompletedProcess:
-        variables = {**os.environ, "PAGED_BACKEND_SLOW_REQUEST_S": "0", **variables}
-        return subprocess.run([python, "-c", PROGRAM, folder], capture_output=True, text=True, env=variables)
-
-    result = run()
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout.splitlines()[-1])
+    environment.install(shutil.copytree(PACKAGE, tmp_path / "source"))
+    options = {"scheduler": "shortest_predicted", "scheduler_options": {"aging": 5.0}, "eviction": "by_class"}
+    report, log = environment.report("shortest", options, PAGED_BACKEND_SLOW_REQUEST_S="0")
     assert report["source"] == "paged-backend-shortest 0.1.0"
-    assert Path(report["location"]).is_relative_to(packages)
     assert report["policy"] == "ShortestPredicted"
-    assert report["errors"] == {}
-    assert len(report["tokens"]) == 6
-    assert "took" in result.stderr
-    limited = run(PAGED_BACKEND_PLUGINS="")
-    assert limited.returncode != 0
+    assert "took" in log
+    assert environment.run("shortest", options, PAGED_BACKEND_PLUGINS="").returncode != 0
+
+
+@pytest.mark.slow
+def test_package_written_from_the_readme_alone_installs_and_runs(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, text in re.findall(r"^```\w+\n# (my_policies\.py|pyproject\.toml)\n(.*?)^```", README, re.DOTALL | re.M):
+        (source / name).write_text(text)
+    environment = Environment(tmp_path)
+    environment.install(source)
+    report, _ = environment.report("my_policies", {"scheduler": "short_prompts_first"})
+    assert report["source"] == "my-policies 0.1.0"
+    assert report["policy"] == "ShortPromptsFirst"

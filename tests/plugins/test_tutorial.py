@@ -63,9 +63,9 @@ def one_seat(model, policy, **options) -> Engine:
 
 
 def test_short_prompts_go_first(steps, model):
-    policy = steps[-1]["ShortPromptsFirst"]
+    policy = type(engine_with(steps, "ShortPromptsFirst").scheduler.policy.policy)
+    assert policy.__name__ == "ShortPromptsFirst"
     assert ends(one_seat(model, policy), *prompts(9, 30, 4, 12)) == ["2", "0", "3", "1"]
-    assert type(engine_with(steps, "ShortPromptsFirst").scheduler.policy.policy) is policy
 
 
 def test_options_reach_the_policy(steps):
