@@ -43,7 +43,7 @@ def decode(
         raise refuse("synced_gpus (ranks that step together)")
     refuse_outputs(generation_config)
     engine = engine_for(call.model, call.config, call.plugins)
-    rows = split_rows(input_ids, model_kwargs.get("attention_mask"))
+    rows = split_rows(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds"))
     check_inputs(call.model, input_ids, rows, model_kwargs)
 
     longest = min(c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria)
@@ -69,6 +69,8 @@ def decode(
     for row, limit, seed, own in zip(rows, limits, seeds, fields, strict=True):
         own = {**own, "max_tokens": limit, "min_tokens": min(own.get("min_tokens", 0), limit), "seed": seed}
         requests.append({"prompt": row.prompt, "params": SamplingParams(**{**common, **own}), "metadata": row.index})
+        if row.embeds is not None:
+            requests[-1]["prompt_embeds"] = row.embeds
         if loop is not None:
             requests[-1] |= {"lockstep": loop, "stop_condition": loop.ends}
     outputs = engine.run(requests)

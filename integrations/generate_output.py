@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -51,6 +52,12 @@ def _fill(cache: Any, model: Any, prompts: Tensor, sequences: Tensor, model_kwar
     One forward pass of the model itself does it, so that stock code can go on from the cache in every respect.
     """
     num_fed = sequences.shape[1] - prompts.shape[1] - 1
+    num_prompt_tokens = prompts.shape[1]
     grown = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=num_fed)
+    embeds = grown.get("inputs_embeds")
+    if embeds is not None:
+        num_prompt_tokens = embeds.shape[1]
+        fed = model.get_input_embeddings()(sequences[:, prompts.shape[1] : -1].to(embeds.device))
+        grown["inputs_embeds"] = torch.cat([embeds, fed.to(embeds)], dim=1)
     model(**model.prepare_inputs_for_generation(sequences[:, :-1], is_first_iteration=True, **grown), return_dict=True)
-    assert cache.get_seq_length() == sequences.shape[1] - 1
+    assert cache.get_seq_length() == num_prompt_tokens + num_fed

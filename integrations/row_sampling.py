@@ -46,17 +46,19 @@ def sampling_fields(
 
 
 def _field(processor: Any, row: Row, do_sample: bool, stop_token_ids: Sequence[int]) -> tuple[str, Any] | None:
-    shown = row.num_padding + len(row.prompt)
     match processor:
+        case logits_process.RepetitionPenaltyLogitsProcessor() if row.embeds is not None:
+            # The engine would take the stand-in for what was said.
+            return None
         case logits_process.RepetitionPenaltyLogitsProcessor(penalty=penalty, prompt_ignore_length=ignored):
             ignored = int(ignored[row.index]) if isinstance(ignored, Tensor) else ignored or 0
             return ("repetition_penalty", penalty) if ignored == row.num_padding and 1e-5 <= penalty <= 1e5 else None
         case logits_process.MinLengthLogitsProcessor(min_length=shortest, eos_token_id=eos):
-            return ("min_tokens", max(0, shortest - shown)) if _equal(eos, stop_token_ids) else None
+            return ("min_tokens", max(0, shortest - row.num_shown)) if _equal(eos, stop_token_ids) else None
         case logits_process.MinNewTokensLengthLogitsProcessor(
             prompt_length_to_skip=skipped, min_new_tokens=shortest, eos_token_id=eos
         ):
-            return ("min_tokens", max(0, skipped + shortest - shown)) if _equal(eos, stop_token_ids) else None
+            return ("min_tokens", max(0, skipped + shortest - row.num_shown)) if _equal(eos, stop_token_ids) else None
     # The rest would change nothing about the likeliest token, but greedy rows have no field for them.
     if not do_sample or getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None

@@ -29,32 +29,44 @@ _CACHES = ("cache", "past_key_values", "cache_params")
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a batch: its number, how much padding stands on its left, and behind that the prompt's token ids."""
+    """One row of a batch: its number, how much padding stands on its left, and behind that the prompt's token ids.
+
+    num_shown: tokens that processors and criteria see of it, padding included. embeds: what the model is fed in place
+    of the prompt, [len(prompt), D], or None; the prompt is then a stand-in.
+    """
 
     index: int
     num_padding: int
     prompt: list[int]
+    num_shown: int
+    embeds: Tensor | None = None
 
 
-def split_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Row]:
+def split_rows(input_ids: Tensor, attention_mask: Tensor | None, inputs_embeds: Tensor | None = None) -> list[Row]:
     """The rows of ``input_ids`` ([B, L]), without the padding on their left that the mask ([B, L] or None) tells.
 
-    Raises UnsupportedCall for a mask that hides anything else.
+    With ``inputs_embeds`` ([B, E, D]) the mask is [B, E], and ``input_ids`` are only shown. Raises UnsupportedCall for
+    a mask that hides anything else.
     """
     if input_ids.dim() != 2 or input_ids.is_floating_point():
         raise refuse(f"{input_ids.dtype} input_ids of shape {tuple(input_ids.shape)}", "give [rows, tokens] integers")
-    num_rows, length = input_ids.shape
-    tokens = input_ids.tolist()
+    num_rows, length = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
     if attention_mask is None:
         lengths = [length] * num_rows
     else:
-        if attention_mask.shape != input_ids.shape:
+        if attention_mask.shape != (num_rows, length):
             raise refuse(
-                f"an attention_mask of shape {tuple(attention_mask.shape)} for input_ids of {tuple(input_ids.shape)}",
+                f"an attention_mask of shape {tuple(attention_mask.shape)} for inputs of {(num_rows, length)}",
                 "give both the same shape",
             )
         lengths = [_prompt_length(row, mask) for row, mask in enumerate((attention_mask != 0).tolist())]
-    return [Row(row, length - kept, tokens[row][length - kept :]) for row, kept in enumerate(lengths)]
+    tokens = input_ids.tolist()
+    rows = []
+    for row, kept in enumerate(lengths):
+        prompt = tokens[row][length - kept :] if inputs_embeds is None else [0] * kept
+        embeds = None if inputs_embeds is None else inputs_embeds[row, length - kept :]
+        rows.append(Row(row, length - kept, prompt, input_ids.shape[1], embeds))
+    return rows
 
 
 def _prompt_length(row: int, mask: list[bool]) -> int:
@@ -81,22 +93,27 @@ def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: M
     if count is not None:
         model_kwargs = count(input_ids.shape[1], input_ids.device, dict(model_kwargs))
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+    if model_kwargs.get("inputs_embeds") is not None and inputs.get("inputs_embeds") is None:
+        raise refuse(f"inputs_embeds, which {type(model).__name__} does not feed its model,")
     for name, value in inputs.items():
         if value is None or name in _INERT_INPUTS or (value is False and name not in ("input_ids", "position_ids")):
             continue
         if name in _CACHES:
             if value.get_seq_length():
                 raise refuse(f"{name} with {value.get_seq_length()} tokens in it")
-        elif name == "position_ids":
-            _check_positions(value, rows, input_ids)
-        elif name != "input_ids":
+            continue
+        given = {"input_ids": input_ids, "inputs_embeds": model_kwargs.get("inputs_embeds")}.get(name)
+        if name == "position_ids":
+            _check_positions(value, rows)
+        elif given is None:
             raise refuse(f"the model input {name}")
-        elif not torch.equal(value, input_ids.to(value.device)):
-            raise refuse(f"what {type(model).__name__} makes of input_ids")
+        elif not torch.equal(value, given.to(value.device)):
+            raise refuse(f"what {type(model).__name__} makes of {name}")
 
 
-def _check_positions(position_ids: Tensor, rows: list[Row], input_ids: Tensor) -> None:
+def _check_positions(position_ids: Tensor, rows: list[Row]) -> None:
     padding = torch.tensor([row.num_padding for row in rows], device=position_ids.device)
-    expected = torch.arange(input_ids.shape[1], device=position_ids.device) - padding[:, None]
+    length = rows[0].num_padding + len(rows[0].prompt)
+    expected = torch.arange(length, device=position_ids.device) - padding[:, None]
     if not bool(((position_ids == expected) | (expected < 0)).all()):
         raise refuse("position_ids other than 0, 1, 2, ... from each row's first token on")
