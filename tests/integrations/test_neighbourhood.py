@@ -6,7 +6,15 @@ import warnings
 
 import pytest
 import torch
-from stock_equality import LENGTH, RAGGED, assert_equals_stock, engine_of, left_padded, paged
+from stock_equality import (
+    LENGTH,
+    RAGGED,
+    assert_all_blocks_are_back,
+    assert_equals_stock,
+    engine_of,
+    left_padded,
+    paged,
+)
 from tiny_models import make_tiny
 from tiny_tokenizers import byte_level_bpe
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
@@ -240,3 +248,42 @@ def test_calls_warn_of_nothing(fresh):
         warnings.simplefilter("error")
         paged(fresh)
         paged(fresh, do_sample=True, no_repeat_ngram_size=2)
+
+
+# What people have reported of other paged paths
+
+
+def test_short_prompts_that_begin_alike_share_their_beginning(fresh):
+    prefix, tails = left_padded([64])["input_ids"], left_padded([5, 5], seed=8)["input_ids"]
+    for number, tail in enumerate(tails):
+        inputs = {"input_ids": torch.cat([prefix, tail[None]], dim=1)}
+        assert_equals_stock(fresh, inputs, **LENGTH, paged_config={"block_size": 16})
+        assert engine_of(fresh).stats().num_cached_tokens == 64 * number
+
+
+def test_an_engine_whose_step_fails_tells_the_caller_and_serves_the_next_call(fresh, monkeypatch):
+    expected = paged(fresh)
+    engine = engine_of(fresh)
+    forward, calls = engine.runner.forward, []
+
+    def fails_at_the_third(batch):
+        calls.append(batch)
+        if len(calls) >= 3:
+            raise MemoryError("no more")
+        return forward(batch)
+
+    monkeypatch.setattr(engine.runner, "forward", fails_at_the_third)
+    with pytest.raises(MemoryError, match="no more"):
+        paged(fresh)
+    with pytest.raises(MemoryError, match="no more"):
+        paged(fresh, no_repeat_ngram_size=2)
+    monkeypatch.undo()
+    assert_all_blocks_are_back(engine)
+    assert torch.equal(paged(fresh), expected)
+
+
+def test_the_cache_is_as_large_as_the_calls_need(fresh):
+    per_token = 2 * 3 * 2 * 16 * 4
+    paged(fresh)
+    # Five rows of at most 56 tokens, each in whole blocks of 16 and one to spare.
+    assert engine_of(fresh).stats().reserved_bytes <= 5 * (64 + 16) * per_token
