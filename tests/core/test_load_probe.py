@@ -183,7 +183,11 @@ def test_a_position_off_by_one_after_the_first_chunk_is_caught(
     model = tiny_model(family)
     twin = Twin(model)
     logits = twin.logits
-    monkeypatch.setattr(twin, "logits", lambda ids, positions, rows: logits(ids, positions + (positions > 9), rows))
+
+    def shifted(ids: torch.Tensor, positions: torch.Tensor, *rest: object) -> torch.Tensor:
+        return logits(ids, positions + (positions > 9), *rest)
+
+    monkeypatch.setattr(twin, "logits", shifted)
     with pytest.raises(UnsupportedModel, match="gives other logits"):
         prove(model, twin)
 
