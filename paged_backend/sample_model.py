@@ -11,6 +11,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from paged_backend.errors import DownloadFailed
 
@@ -88,10 +89,10 @@ def _convert(gguf: Path, target: Path) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(target)
     # Versions of transformers without a GgufConfig know no other way than to unpack.
-    dense = (
+    dense: dict[str, Any] = (
         {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     )
     # transformers draws a bar there that cannot be turned off, into whatever the caller shows meanwhile.
