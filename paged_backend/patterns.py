@@ -36,7 +36,7 @@ class Proposals:
 
     def linear(self, module: nn.Module) -> Iterator[Fused]:
         weight, bias = _weight_of(module)
-        yield FusedLinear(module, self._pack(weight, bias))
+        yield self._up_to_crossover(FusedLinear(module, self._pack(weight, bias)), weight.dtype)
 
     def norm(self, module: nn.Module) -> Iterator[Fused]:
         weight, epsilon = _norm_weight(module)
@@ -47,7 +47,7 @@ class Proposals:
         gates, down = self._mlp_weights(module)
         if _num_parameters(module) != sum(p.numel() for name in _MLP_NAMES for p in _parameters(module, name)):
             raise NoMatch("it has weights beside those of gate, up and down projection")
-        yield FusedMLP(module, gates, down, activation)
+        yield self._up_to_crossover(FusedMLP(module, gates, down, activation), next(module.parameters()).dtype)
 
     def layer(self, module: nn.Module, attention: nn.Module, call: LayerCall) -> Iterator[Fused]:
         """``attention``: the module within the layer that calls attention. ``call``: how the layer was called."""
@@ -71,7 +71,7 @@ class Proposals:
         for rotates in (True, False):
             if rotates and not call.has_rotation():
                 continue
-            yield FusedLayer(
+            fused = FusedLayer(
                 module,
                 attention,
                 norms,
@@ -83,6 +83,13 @@ class Proposals:
                 cpu.rule_arguments(*call.rule),
                 call.returns_tuple,
             )
+            yield self._up_to_crossover(fused, call.hidden.dtype)
+
+    def _up_to_crossover(self, fused: Fused, dtype: torch.dtype) -> Fused:
+        # Rounded weights must give the same results whatever else is in a batch.
+        if not self.int8:
+            fused.most_rows = cpu.most_rows(dtype, torch.get_num_threads())
+        return fused
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> cpu.PackedLinear:
         if not self.packs:

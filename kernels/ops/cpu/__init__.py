@@ -3,7 +3,15 @@
 from paged_backend.kernels.cpu import operations
 from paged_backend.kernels.cpu.loader import UnavailableWarning, is_available, library
 from paged_backend.kernels.cpu.operations import rule_arguments
-from paged_backend.kernels.cpu.packed_linear import GELU_GATE, SILU_GATE, Arena, PackedLinear, pack, pack_gated
+from paged_backend.kernels.cpu.packed_linear import (
+    GELU_GATE,
+    SILU_GATE,
+    Arena,
+    PackedLinear,
+    most_rows,
+    pack,
+    pack_gated,
+)
 
 __all__ = [
     "GELU_GATE",
@@ -13,6 +21,7 @@ __all__ = [
     "UnavailableWarning",
     "is_available",
     "library",
+    "most_rows",
     "operations",
     "pack",
     "pack_gated",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -45,15 +46,11 @@ def is_available() -> bool:
     try:
         library()
     except Exception as error:
-        compiler = os.environ.get("CXX", "c++")
-        remedy = (
-            f"read the compiler's messages above: {error}"
-            if shutil.which(compiler)
-            else f"install a C++ compiler, for instance with `apt install g++` ({compiler} is not found)"
-        )
+        missing = isinstance(error, FileNotFoundError)
+        remedy = "install a C++ compiler, for instance with `apt install g++`" if missing else "the compiler failed"
         warnings.warn(
             "the C++ operations of paged_backend could not be compiled, and plain torch, which is several times "
-            f"slower, runs in their place; {remedy}",
+            f"slower, runs in their place; {remedy}: {error}",
             UnavailableWarning,
             stacklevel=2,
         )
@@ -106,11 +103,13 @@ def load(level: str) -> Any:
 
 def _compile(name: str, sources: list[str], flags: tuple[str, ...], path: Path) -> None:
     """Compile aside and move into place, so that a path that exists is a library that is whole."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise FileNotFoundError(f"{compiler} is not found")
     # Takes a second to import, and only the first process of a machine needs it.
     from torch.utils import cpp_extension
 
-    with tempfile.TemporaryDirectory(dir=path.parent) as aside, _scripts_on_path(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory(dir=path.parent) as aside, _scripts_on_path(), _quiet(cpp_extension.__name__):
         cpp_extension.load(
             name,
             sources,
@@ -128,6 +127,20 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Let only errors of a logger through, and no warning."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
 
 
 @contextmanager

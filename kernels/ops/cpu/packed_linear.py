@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +19,10 @@ KEEP, SILU_GATE, GELU_GATE = 0, 2, 3
 # Packed weights lie together in pieces of this size, so that large pages hold nearly all of them.
 _PIECE_BYTES = 64 << 20
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+# Where `most_rows` looks, from many rows to few, until C++ wins.
+_TRIED_ROWS = (512, 256, 128, 64, 32)
+_TRIED_SIZE, _TRIES, _CLEARLY_SLOWER = 1024, 5, 1.3
 
 
 class Arena:
@@ -77,7 +84,7 @@ def pack(
     if int8:
         wide = weight.float()
         scale = wide.abs().amax(1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-        weight = wide.div_(scale[:, None]).round_().to(torch.int8)
+        weight = (wide / scale[:, None]).round_().to(torch.int8)
     arena = Arena() if arena is None else arena
     panels = -(-num_columns // PANEL)
     shape = (panels, depth // 2, PANEL, 2) if pairs else (panels, depth, PANEL)
@@ -113,3 +120,31 @@ def pack_gated(
         none = torch.zeros(gate.shape[0])
         bias = mix(*(none if b is None else b.float() for b in (gate_bias, other_bias)))
     return pack(mix(gate, other), bias, int8=int8, arena=arena)
+
+
+@functools.cache
+def most_rows(dtype: torch.dtype, num_threads: int) -> float:
+    """Up to how many rows a PackedLinear is no slower than torch's own product, measured once for a number of threads.
+
+    Infinity on most processors. Where matrices have instructions of their own, oneDNN is ahead for many rows.
+    """
+    weight = torch.randn(_TRIED_SIZE, _TRIED_SIZE).to(dtype)
+    packed = pack(weight)
+    slower_at = math.inf
+    for rows in _TRIED_ROWS:
+        x = torch.randn(rows, _TRIED_SIZE).to(dtype)
+        # Alternating and repeated, since others may use the machine meanwhile.
+        ours = theirs = math.inf
+        for _ in range(_TRIES):
+            ours = min(ours, _seconds(lambda x=x: packed(x)))
+            theirs = min(theirs, _seconds(lambda x=x: torch.nn.functional.linear(x, weight)))
+        if ours < theirs * _CLEARLY_SLOWER:
+            return slower_at
+        slower_at = rows
+    return _TRIED_ROWS[-1]
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

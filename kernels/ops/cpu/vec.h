@@ -265,13 +265,12 @@ PAGED_INLINE float largest(F x) {
   }
 }
 
-// e to the x within 2 ulp; below -86.6 zero, above 88.3 as at 88.3.
+// e to the x within 2 ulp; below -86.6 zero, above 88.3 infinity.
 PAGED_INLINE F exp(F x) {
   const F magic = splat(12582912.f);  // added to it, a small float is rounded to an integer in its lowest bits
-  const F clamped = x > 88.3f ? splat(88.3f) : x;
-  const F shifted = clamped * 1.44269504088896341f + magic;
+  const F shifted = x * 1.44269504088896341f + magic;
   const F n = shifted - magic;
-  const F r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   F p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -280,7 +279,8 @@ PAGED_INLINE F exp(F x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.f;
   const F power = (F)((((I)shifted - (I)magic) + 127) << 23);
-  return x < -86.6f ? F{} : p * power;
+  const F result = x < -86.6f ? F{} : p * power;
+  return x > 88.3f ? splat(std::numeric_limits<float>::infinity()) : result;
 }
 
 PAGED_INLINE F sigmoid(F x) {
