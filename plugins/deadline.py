@@ -43,8 +43,7 @@ class Deadline(ChoosesVictim):
         self.latest_starts = LatestStarts(predict, cost)
         self._urgent: LazyHeap[RequestView] = LazyHeap()
         self._patient: LazyHeap[RequestView] = LazyHeap()
-        self._credit = 0.0
-        self._num_steps = 0
+        self._credit, self._num_steps = 0.0, 0
 
     def add(self, request: RequestView, now: float) -> None:
         if request.deadline is None:
