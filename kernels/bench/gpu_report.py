@@ -138,7 +138,7 @@ def tilings(shape: Shape, device: torch.device, candidates: list[Tiles]) -> Iter
         yield [f"{tiles.block_m} x {tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages", *row]
 
 
-DECODE_TILES = [Tiles(16, n, warps, stages) for n in (32, 64, 128) for warps in (2, 4, 8) for stages in (1, 2, 3, 5)]
+DECODE_TILES = [Tiles(32, n, warps, stages) for n in (32, 64, 128) for warps in (2, 4, 8) for stages in (1, 2, 3, 5)]
 PREFILL_TILES = [
     Tiles(m, n, warps, stages)
     for m, n, warps in ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4), (128, 32, 8))

@@ -45,8 +45,8 @@ _PROGRAMS_PER_PROCESSOR = 8
 _KEYS_PER_SPLIT = 256
 _MOST_SPLITS = 64
 
-# Query heads of a KV head in one program; more of them read the same keys from another.
-_MOST_HEADS = 32
+# Rows of the smallest product that tensor cores have.
+_LEAST_ROWS = 16
 
 
 def decode_attention(
@@ -378,18 +378,19 @@ def _decode_attention_triton(
     output = query.new_empty(num_seqs, num_heads, value_dim)
     if not num_seqs:
         return output
-    rule, span = rule_and_span(window, chunk)
-    longest = block_tables.shape[1] * block_size if max_context_len is None else max_context_len
-    parts, heads = heads_per_program(group, _MOST_HEADS)
-    splits = num_splits(num_seqs * num_kv_heads * parts, min(longest, span or longest), num_processors(query.device))
-    rows = num_seqs * num_heads
-    partial = query.new_empty((rows, splits, value_dim) if splits > 1 else 0, dtype=torch.float32)
-    extremes = query.new_empty((rows, splits, 2) if splits > 1 else 0, dtype=torch.float32)
     block_key_dim, block_value_dim = max(16, next_power_of_2(key_dim)), max(16, next_power_of_2(value_dim))
     dtype = dot_dtype(query, key_cache, value_cache)
     arch = architecture(query.device)
     bits = element_bits(dtype, key_cache, value_cache)
     tiles = decode_tiles(arch, bits, max(block_key_dim, block_value_dim))
+    parts, heads = heads_per_program(group, tiles.block_m)
+    rule, span = rule_and_span(window, chunk)
+    longest = block_tables.shape[1] * block_size if max_context_len is None else max_context_len
+    programs = num_seqs * num_kv_heads * parts
+    splits = num_splits(programs, min(longest, span or longest), num_processors(query.device))
+    rows = num_seqs * num_heads
+    partial = query.new_empty((rows, splits, value_dim) if splits > 1 else 0, dtype=torch.float32)
+    extremes = query.new_empty((rows, splits, 2) if splits > 1 else 0, dtype=torch.float32)
     _decode_attention_kernel[(num_seqs, num_kv_heads * parts, splits)](
         query,
         output,
@@ -419,7 +420,7 @@ def _decode_attention_triton(
         BLOCK_SIZE=block_size,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        BLOCK_M=max(tiles.block_m, next_power_of_2(heads)),
+        BLOCK_M=max(_LEAST_ROWS, next_power_of_2(heads)),
         BLOCK_N=tiles.block_n,
         BLOCK_KEY_DIM=block_key_dim,
         BLOCK_VALUE_DIM=block_value_dim,

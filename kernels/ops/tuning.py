@@ -34,10 +34,10 @@ _DEFAULT_DECODE = {
     (32, 128): Tiles(16, 32, 4, 1),
     (32, 256): Tiles(16, 16, 4, 1),
     (32, 512): Tiles(16, 16, 8, 1),
-    (16, 64): Tiles(16, 64, 4, 1),
-    (16, 128): Tiles(16, 32, 4, 1),
-    (16, 256): Tiles(16, 32, 4, 1),
-    (16, 512): Tiles(16, 16, 8, 1),
+    (16, 64): Tiles(32, 64, 4, 1),
+    (16, 128): Tiles(32, 32, 4, 1),
+    (16, 256): Tiles(32, 32, 4, 1),
+    (16, 512): Tiles(32, 16, 8, 1),
 }
 _PREFILL = {
     "sm_80": {
@@ -65,22 +65,22 @@ _PREFILL = {
 # three stages hold one, five hold two.
 _DECODE = {
     "sm_80": {
-        (16, 64): Tiles(16, 64, 4, 5),
-        (16, 128): Tiles(16, 64, 4, 3),
-        (16, 256): Tiles(16, 32, 4, 3),
-        (8, 64): Tiles(16, 64, 4, 5),
-        (8, 128): Tiles(16, 64, 4, 3),
+        (16, 64): Tiles(32, 64, 4, 5),
+        (16, 128): Tiles(32, 64, 4, 3),
+        (16, 256): Tiles(32, 32, 4, 3),
+        (8, 64): Tiles(32, 64, 4, 5),
+        (8, 128): Tiles(32, 64, 4, 3),
     },
     "sm_90": {
-        (16, 64): Tiles(16, 64, 4, 5),
-        (16, 128): Tiles(16, 64, 4, 3),
-        (16, 256): Tiles(16, 32, 4, 3),
-        (8, 64): Tiles(16, 64, 4, 5),
-        (8, 128): Tiles(16, 64, 4, 3),
+        (16, 64): Tiles(32, 64, 4, 5),
+        (16, 128): Tiles(32, 64, 4, 3),
+        (16, 256): Tiles(32, 32, 4, 3),
+        (8, 64): Tiles(32, 64, 4, 5),
+        (8, 128): Tiles(32, 64, 4, 3),
     },
     "gfx942": {
-        (16, 64): Tiles(16, 64, 4, 2),
-        (16, 128): Tiles(16, 32, 4, 2),
+        (16, 64): Tiles(32, 64, 4, 2),
+        (16, 128): Tiles(32, 32, 4, 2),
     },
 }
 _LARGEST_HEAD_DIM = 512
@@ -92,7 +92,7 @@ def prefill_tiles(architecture: str, element_bits: int, head_dim: int) -> Tiles:
 
 
 def decode_tiles(architecture: str, element_bits: int, head_dim: int) -> Tiles:
-    """The tiles of decode_attention; block_m is the least there, a larger group of query heads needs more."""
+    """The tiles of decode_attention; block_m is the most query heads that one program takes."""
     return _look_up(_DECODE, _DEFAULT_DECODE, architecture, element_bits, head_dim)
 
 

@@ -114,7 +114,8 @@ def test_a_table_changed_in_place_is_read_anew(backend):
 def test_a_missing_feature_would_be_noticed(backend, options, change, dtype):
     # Drawn without its rule, so that what a wider window would see is there to be seen.
     rule = {name: options[name] for name in ("window", "chunk") if name in options}
-    case = make_case(RAGGED, dtype=dtype, **{name: options[name] for name in options if name not in rule})
+    drawn = {name: options[name] for name in options if name not in rule}
+    case = make_case([37, 1, 16, 70], dtype=dtype, **drawn)
     case.options.update(rule)
     check(case, backend)
     with pytest.raises(AssertionError):

@@ -52,13 +52,13 @@ def check_prefill(backend: str, lengths: list[tuple[int, int]], options: dict[st
     assert_attention_close(output, oracle(case))
 
 
-@settings(DRAWN, max_examples=20)
+@settings(DRAWN, max_examples=12)
 @given(lengths=st.lists(st.integers(0, 150), min_size=1, max_size=4), options=OPTIONS, rule=RULES)
 def test_decode_matches_the_oracle(backend, lengths, options, rule):
     check_decode(backend, lengths, options | rule)
 
 
-@settings(DRAWN, max_examples=20)
+@settings(DRAWN, max_examples=12)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3),
     options=OPTIONS,
