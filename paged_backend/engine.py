@@ -215,6 +215,9 @@ class Engine:
     ) -> Request:
         """A checked request for ``enqueue``, from the arguments of ``add_request``. Any thread may call this."""
         self._check_not_closed()
+        lockstep = options.get("lockstep")
+        if lockstep is not None and not isinstance(lockstep, Lockstep):
+            raise RequestRefused(f"lockstep must be a Lockstep that its requests share, or None, got {lockstep!r:.80}")
         now = self.clock()
         return self._build(
             prompt,
@@ -404,6 +407,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers since the engine started, and the memory as it is now."""
+        self._check_not_closed()
         reserved = self.runner.kv_cache.num_bytes
         stats = self._stats.snapshot(self.scheduler, reserved, dict(self._policy_errors.counts))
         return dataclasses.replace(

@@ -412,7 +412,8 @@ def test_closed_engine_says_so_at_every_call(llama):
     engine = Engine(llama)
     engine.add_request([5], GREEDY)
     engine.close()
-    for call in (engine.step, engine.close, lambda: engine.add_request([5]), lambda: engine.generate([[5]])):
+    asked = (engine.step, engine.close, engine.stats, engine.explain_memory)
+    for call in (*asked, lambda: engine.add_request([5]), lambda: engine.generate([[5]])):
         with pytest.raises(EngineClosed, match="closed"):
             call()
 
@@ -434,6 +435,13 @@ def test_step_from_inside_a_hook_is_refused_and_harms_nothing(llama, prompts, ex
     engine = Engine(llama, plugins=[Meddler()])
     assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
     assert sum(engine.stats().policy_errors.values()) == engine.stats().num_steps
+
+
+def test_lockstep_of_another_kind_is_refused_and_nothing_is_left(llama):
+    engine = Engine(llama)
+    with pytest.raises(RequestRefused, match="lockstep must be a Lockstep"):
+        engine.add_request([5], GREEDY, lockstep=5)
+    assert not engine.has_unfinished_requests()
 
 
 def test_config_object_and_single_options_combine(llama):
