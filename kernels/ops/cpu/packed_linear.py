@@ -136,8 +136,8 @@ def most_rows(dtype: torch.dtype, num_threads: int) -> float:
         # Alternating and repeated, since others may use the machine meanwhile.
         ours = theirs = math.inf
         for _ in range(_TRIES):
-            ours = min(ours, _seconds(lambda x=x: packed(x)))
-            theirs = min(theirs, _seconds(lambda x=x: torch.nn.functional.linear(x, weight)))
+            ours = min(ours, _seconds(functools.partial(packed, x)))
+            theirs = min(theirs, _seconds(functools.partial(torch.nn.functional.linear, x, weight)))
         if ours < theirs * _CLEARLY_SLOWER:
             return slower_at
         slower_at = rows
