@@ -174,30 +174,25 @@ void score_keys(const Places<typename K::Number>& places, int64_t dim, const typ
       const int key = first + i * kAtOnce;
       ahead(key, key + kAtOnce);
       const typename K::Number* keys[kAtOnce];
-#pragma GCC unroll 4
-      for (int j = 0; j < kAtOnce; ++j) keys[j] = places.key[std::min(key + j, places.count - 1)];
+      PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) keys[j] = places.key[std::min(key + j, places.count - 1)];
       F s[G][kAtOnce];
-#pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) {
-#pragma GCC unroll 4
-        for (int j = 0; j < kAtOnce; ++j) s[g][j] = F{};
+      PAGED_UNROLL for (int g = 0; g < G; ++g) {
+        PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) s[g][j] = F{};
       }
       for (int64_t d = 0; d < dim; d += K::kDims) {
         decltype(K::take(keys[0])) taken[kAtOnce];
         const bool whole = d + K::kDims <= dim;
-#pragma GCC unroll 4
-        for (int j = 0; j < kAtOnce; ++j) taken[j] = whole ? K::take(keys[j] + d) : K::take_some(keys[j] + d, dim - d);
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) {
-#pragma GCC unroll 4
-          for (int j = 0; j < kAtOnce; ++j) s[g][j] = K::score(s[g][j], taken[j], queries + g * query_stride + d);
+        PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) {
+          taken[j] = whole ? K::take(keys[j] + d) : K::take_some(keys[j] + d, dim - d);
+        }
+        PAGED_UNROLL for (int g = 0; g < G; ++g) {
+          const auto* query = queries + g * query_stride + d;
+          PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) s[g][j] = K::score(s[g][j], taken[j], query);
         }
       }
-#pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) sums[g][i] = quarter<1>(s[g][0], s[g][1], s[g][2], s[g][3]);
+      PAGED_UNROLL for (int g = 0; g < G; ++g) sums[g][i] = quarter<1>(s[g][0], s[g][1], s[g][2], s[g][3]);
     }
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) {
+    PAGED_UNROLL for (int g = 0; g < G; ++g) {
       F all = sums[g][0];
       if constexpr (W == 8) all = halve<4>(all, sums[g][1]);
       if constexpr (W == 16) all = quarter<4>(all, sums[g][1], sums[g][2], sums[g][3]);
@@ -212,33 +207,27 @@ void add_values(const Places<typename K::Number>& places, int64_t d, int64_t dim
                 float* sums, int64_t sums_stride) {
   constexpr int kVectorsHere = N * K::kColumns;
   F acc[G][kVectorsHere];
-#pragma GCC unroll 4
-  for (int g = 0; g < G; ++g) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectorsHere; ++v) acc[g][v] = load(sums + g * sums_stride + d + v * W);
+  PAGED_UNROLL for (int g = 0; g < G; ++g) {
+    PAGED_UNROLL for (int v = 0; v < kVectorsHere; ++v) acc[g][v] = load(sums + g * sums_stride + d + v * W);
   }
   const bool whole = d + N * K::kDims <= dim;
   for (int i = 0; i < places.count; i += K::kStep) {
     const auto *a = places.value[i] + d, *b = places.value[i + K::kStep - 1] + d;
     decltype(K::take(a)) columns[kVectorsHere];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
+    PAGED_UNROLL for (int n = 0; n < N; ++n) {
       if (whole) {
         K::columns(K::take(a + n * K::kDims), K::take(b + n * K::kDims), columns + n * K::kColumns);
       } else {
         K::columns(K::take_some(a, dim - d), K::take_some(b, dim - d), columns);
       }
     }
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectorsHere; ++v) acc[g][v] = K::multiply(acc[g][v], columns[v], weights + g * kKeys + i);
+    PAGED_UNROLL for (int g = 0; g < G; ++g) {
+      const auto* row = weights + g * kKeys + i;
+      PAGED_UNROLL for (int v = 0; v < kVectorsHere; ++v) acc[g][v] = K::multiply(acc[g][v], columns[v], row);
     }
   }
-#pragma GCC unroll 4
-  for (int g = 0; g < G; ++g) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectorsHere; ++v) store(sums + g * sums_stride + d + v * W, acc[g][v]);
+  PAGED_UNROLL for (int g = 0; g < G; ++g) {
+    PAGED_UNROLL for (int v = 0; v < kVectorsHere; ++v) store(sums + g * sums_stride + d + v * W, acc[g][v]);
   }
 }
 
@@ -281,19 +270,11 @@ struct DecodeQuery {
       auto fetch = [&](int from, int to) {
         if (head % group == 0) ahead(from, to);
       };
-      switch (std::min<int64_t>(kShared, end - head)) {
-        case 1:
-          attend<1>(head, places, rule, fetch);
-          break;
-        case 2:
-          attend<2>(head, places, rule, fetch);
-          break;
-        case 3:
-          attend<3>(head, places, rule, fetch);
-          break;
-        default:
-          attend<kShared>(head, places, rule, fetch);
-      }
+      const int64_t count = std::min<int64_t>(kShared, end - head);
+      if (count == 1) attend<1>(head, places, rule, fetch);
+      if (count == 2) attend<2>(head, places, rule, fetch);
+      if (count == 3) attend<3>(head, places, rule, fetch);
+      if (count == 4) attend<4>(head, places, rule, fetch);
     }
   }
 
@@ -305,7 +286,8 @@ struct DecodeQuery {
       const float now = std::max(mine.largest, theirs.largest);
       const float a = exp(splat(mine.largest - now))[0], b = exp(splat(theirs.largest - now))[0];
       mine = {now, mine.total * a + theirs.total * b};
-      for (int64_t d = head * value_stride; d < (head + 1) * value_stride; ++d) sums[d] = sums[d] * a + other.sums[d] * b;
+      const int64_t end = (head + 1) * value_stride;
+      for (int64_t d = head * value_stride; d < end; ++d) sums[d] = sums[d] * a + other.sums[d] * b;
     }
   }
 
@@ -477,7 +459,8 @@ struct PrefillTile {
     for (int64_t p = 0; p < num_panels; ++p) {
       const uint32_t* panel = panels + p * steps * kPanel;
       for (int64_t r = 0; r < rows; r += kTileRows) {
-        tile_of<typename K::Product>(std::min<int64_t>(kTileRows, rows - r))(from + r * from_stride, from_stride, panel, steps,
+        const Tile tile = tile_of<typename K::Product>(std::min<int64_t>(kTileRows, rows - r));
+        tile(from + r * from_stride, from_stride, panel, steps,
                                                            to + r * to_stride + p * kPanel, to_stride, accumulate,
                                                            reinterpret_cast<const char*>(panel), 0);
       }
@@ -560,9 +543,7 @@ void prefill(const Heads& query, int64_t num_heads, const Cache& cache, const Ta
 
 void decode_attention(Heads query, int64_t num_heads, const Cache& cache, const Tables& tables, const Rule& rule,
                       void* result) {
-  with_type(cache.type, [&](auto number) {
-    decode<Numbers<decltype(number)>>(query, num_heads, cache, tables, rule, result);
-  });
+  with_type(cache.type, [&](auto c) { decode<Numbers<decltype(c)>>(query, num_heads, cache, tables, rule, result); });
 }
 
 void prefill_attention(Heads query, int64_t num_heads, const Cache& cache, const Tables& tables,

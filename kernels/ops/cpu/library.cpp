@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
-
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -20,23 +19,15 @@ using at::Tensor;
 using Optional = std::optional<Tensor>;
 
 Type type_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return Type::f32;
-    case at::kBFloat16:
-      return Type::bf16;
-    case at::kHalf:
-      return Type::f16;
-    case at::kChar:
-      return Type::i8;
-    default:
-      TORCH_CHECK_VALUE(false, "the cpu backend takes float32, bfloat16 and float16, got ", tensor.scalar_type());
-  }
+  const auto type = tensor.scalar_type();
+  if (type == at::kFloat) return Type::f32;
+  if (type == at::kBFloat16) return Type::bf16;
+  if (type == at::kHalf) return Type::f16;
+  TORCH_CHECK_VALUE(type == at::kChar, "the cpu backend takes float32, bfloat16 and float16, got ", type);
+  return Type::i8;
 }
 
-const float* floats(const Optional& tensor) {
-  return tensor ? tensor->const_data_ptr<float>() : nullptr;
-}
+const float* floats(const Optional& tensor) { return tensor ? tensor->const_data_ptr<float>() : nullptr; }
 
 Heads heads_of(const Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.stride(2) == 1 || tensor.size(2) == 1, "the dims of a head must be consecutive");
@@ -78,11 +69,10 @@ Tensor prefill(const Tensor& query, const Tensor& key_cache, const Tensor& value
                const Tensor& cu_seqlens_q, const Tensor& context_lens, double scale, int64_t window, int64_t chunk,
                double softcap, const Optional& sinks) {
   Tensor result = at::empty({query.size(0), query.size(1), value_cache.size(3)}, query.options());
-  const auto* offsets = cu_seqlens_q.const_data_ptr<int32_t>();
+  const auto *offsets = cu_seqlens_q.const_data_ptr<int32_t>(), *lengths = context_lens.const_data_ptr<int32_t>();
   for (int64_t s = 0; s < context_lens.size(0); ++s) {
-    const int64_t num_queries = offsets[s + 1] - offsets[s];
-    TORCH_CHECK_VALUE(num_queries <= context_lens.const_data_ptr<int32_t>()[s], "sequence ", s, " has ", num_queries,
-                      " queries but only ", context_lens.const_data_ptr<int32_t>()[s], " tokens of context");
+    TORCH_CHECK_VALUE(offsets[s + 1] - offsets[s] <= lengths[s], "sequence ", s, " has ", offsets[s + 1] - offsets[s],
+                      " queries but only ", lengths[s], " tokens of context");
   }
   prefill_attention(heads_of(query), query.size(1), cache_of(key_cache, value_cache),
                     tables_of(block_tables, context_lens), offsets, rule_of(scale, window, chunk, softcap, sinks),
@@ -91,23 +81,16 @@ Tensor prefill(const Tensor& query, const Tensor& key_cache, const Tensor& value
   return result;
 }
 
-// A packed weight with its extras, as packed_linear.py lays them out.
-struct Linear {
-  Tensor packed;
-  Optional scale, bias;
-  int64_t num_columns;
-
-  Weight weight() const {
-    const bool pairs = packed.dim() == 4;
-    return {packed.const_data_ptr(), type_of(packed), pairs,         num_columns,
-            packed.size(1) * (pairs ? 2 : 1), floats(scale), floats(bias)};
-  }
-};
+// A packed weight and its extras, as packed_linear.py lays them out.
+Weight weight_of(const Tensor& packed, const Optional& scale, const Optional& bias, int64_t num_columns) {
+  const bool pairs = packed.dim() == 4;
+  return {packed.const_data_ptr(), type_of(packed), pairs, num_columns, packed.size(1) * (pairs ? 2 : 1),
+          floats(scale), floats(bias)};
+}
 
 Tensor linear(const Tensor& x, const Tensor& packed, const Optional& scale, const Optional& bias, int64_t num_columns,
               int64_t then) {
-  const Linear linear{packed, scale, bias, num_columns};
-  const Weight weight = linear.weight();
+  const Weight weight = weight_of(packed, scale, bias, num_columns);
   TORCH_CHECK_VALUE(x.size(-1) == weight.depth, "x has ", x.size(-1), " columns, the weight takes ", weight.depth);
   const Tensor rows = x.contiguous();
   auto sizes = x.sizes().vec();
@@ -130,7 +113,9 @@ Tensor gated_activation(const Tensor& gate, const Tensor& other, bool gelu) {
   const int64_t dim = gate.size(-1), num_rows = gate.numel() / dim;
   Tensor result = at::empty(gate.sizes(), gate.options());
   // Halves of a merged projection are taken as they lie.
-  auto rows = [&](const Tensor& x) { return x.stride(-1) == 1 && x.dim() == 2 ? x : x.reshape({num_rows, dim}).contiguous(); };
+  auto rows = [&](const Tensor& x) {
+    return x.stride(-1) == 1 && x.dim() == 2 ? x : x.reshape({num_rows, dim}).contiguous();
+  };
   const Tensor a = rows(gate), b = rows(other);
   gated(a.const_data_ptr(), a.stride(0), b.const_data_ptr(), b.stride(0), type_of(a), num_rows, dim, gelu,
         result.data_ptr());
@@ -170,16 +155,16 @@ Tensor decoder_layer(const Tensor& hidden, const Optional& cos, const Optional& 
   TORCH_CHECK(hidden.is_contiguous(), "hidden states must be contiguous");
   const Type type = type_of(hidden);
   std::vector<Optional> norm(norms.begin(), norms.end());
-  auto weight = [&](int i, int64_t num_columns) {
-    return Linear{weights.get(i), scales.get(i), biases.get(i), num_columns}.weight();
-  };
-  const int64_t inner = weights.get(3).size(1) * (weights.get(3).dim() == 4 ? 2 : 1);
+  auto weight = [&](int i, int64_t n) { return weight_of(weights.get(i), scales.get(i), biases.get(i), n); };
+  const int64_t inner = weight(3, width).depth;
   auto buffer = [&](int64_t columns) { return at::empty({num_tokens, columns}, hidden.options()); };
   // x + norm(product), or x + product where there is no norm.
   auto add = [&](const Tensor& from, const Weight& by, const Tensor& x, const Optional& norm, const Tensor& result) {
-    if (!norm) return product(from.const_data_ptr(), type, num_tokens, by, Then::add, x.const_data_ptr(), result.data_ptr());
-    product(from.const_data_ptr(), type, num_tokens, by, Then::keep, nullptr, result.data_ptr());
-    rms_norm(result.const_data_ptr(), type, num_tokens, width, floats(norm), epsilon, x.const_data_ptr(), result.data_ptr());
+    const void *residual = x.const_data_ptr(), *rows = from.const_data_ptr();
+    void* to = result.data_ptr();
+    if (!norm) return product(rows, type, num_tokens, by, Then::add, residual, to);
+    product(rows, type, num_tokens, by, Then::keep, nullptr, to);
+    rms_norm(to, type, num_tokens, width, floats(norm), epsilon, residual, to);
   };
   auto normed = [&](const Tensor& x, const Optional& norm, const Tensor& result) {
     if (!norm) return x;
@@ -188,8 +173,8 @@ Tensor decoder_layer(const Tensor& hidden, const Optional& cos, const Optional& 
   };
 
   const Tensor scratch = buffer(width), attended = buffer(result_dims), qkv = buffer(projected);
-  product(normed(hidden, norm[0], scratch).const_data_ptr(), type, num_tokens, weight(0, projected), Then::keep, nullptr,
-          qkv.data_ptr());
+  product(normed(hidden, norm[0], scratch).const_data_ptr(), type, num_tokens, weight(0, projected), Then::keep,
+          nullptr, qkv.data_ptr());
   const int64_t bytes = size_of(type);
   char* query = static_cast<char*>(qkv.data_ptr());
   char* key = query + query_dims * bytes;
@@ -234,33 +219,22 @@ void prefer_large_pages(const Tensor& tensor) {
 #define PAGED_CACHE "Tensor(a!) key_cache, Tensor(b!) value_cache"
 
 TORCH_LIBRARY(PAGED_LIBRARY, m) {
-  m.def("store_kv(Tensor key, Tensor value, " PAGED_CACHE ", Tensor slot_mapping) -> ()");
-  m.def("decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-        "Tensor context_lens, " PAGED_RULE ") -> Tensor");
-  m.def("prefill_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-        "Tensor cu_seqlens_q, Tensor context_lens, " PAGED_RULE ") -> Tensor");
-  m.def("linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, int num_columns, int then) -> Tensor");
-  m.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
-  m.def("gated_activation(Tensor gate, Tensor other, bool gelu) -> Tensor");
-  m.def("rotate_(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()");
-  m.def("pack(Tensor words, Tensor(a!) panels) -> ()");
-  m.def("decoder_layer(Tensor hidden, Tensor? cos, Tensor? sin, Tensor?[] norms, float epsilon, Tensor[] weights, "
-        "Tensor?[] scales, Tensor?[] biases, int num_heads, int activation, " PAGED_CACHE ", Tensor slot_mapping, "
-        "Tensor block_tables, Tensor context_lens, Tensor cu_seqlens_q, int num_decodes, " PAGED_RULE ") -> Tensor");
-  m.def("prefer_large_pages(Tensor tensor) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(PAGED_LIBRARY, CPU, m) {
-  m.impl("store_kv", store);
-  m.impl("decode_attention", decode);
-  m.impl("prefill_attention", prefill);
-  m.impl("linear", linear);
-  m.impl("rms_norm", norm);
-  m.impl("gated_activation", gated_activation);
-  m.impl("rotate_", rotate_heads);
-  m.impl("pack", pack_weight);
-  m.impl("decoder_layer", decoder_layer);
-  m.impl("prefer_large_pages", prefer_large_pages);
+  auto define = [&](const char* schema, auto* run) { m.def(schema, torch::dispatch(c10::DispatchKey::CPU, run)); };
+  define("store_kv(Tensor key, Tensor value, " PAGED_CACHE ", Tensor slot_mapping) -> ()", store);
+  define("decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+         "Tensor context_lens, " PAGED_RULE ") -> Tensor", decode);
+  define("prefill_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+         "Tensor cu_seqlens_q, Tensor context_lens, " PAGED_RULE ") -> Tensor", prefill);
+  define("linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, int num_columns, int then) -> Tensor", linear);
+  define("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", norm);
+  define("gated_activation(Tensor gate, Tensor other, bool gelu) -> Tensor", gated_activation);
+  define("rotate_(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()", rotate_heads);
+  define("pack(Tensor words, Tensor(a!) panels) -> ()", pack_weight);
+  define("decoder_layer(Tensor hidden, Tensor? cos, Tensor? sin, Tensor?[] norms, float epsilon, Tensor[] weights, "
+         "Tensor?[] scales, Tensor?[] biases, int num_heads, int activation, " PAGED_CACHE ", Tensor slot_mapping, "
+         "Tensor block_tables, Tensor context_lens, Tensor cu_seqlens_q, int num_decodes, " PAGED_RULE ") -> Tensor",
+         decoder_layer);
+  define("prefer_large_pages(Tensor tensor) -> ()", prefer_large_pages);
 }
 
 }  // namespace

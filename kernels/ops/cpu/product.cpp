@@ -42,7 +42,8 @@ void finish(float* sums, const Weight& weight, int64_t panel, Then then, const T
   if (then == Then::silu_gate || then == Then::gelu_gate) {
     for_vectors(columns / 2, [&](int64_t i, auto load, auto store) {
       const F gate = load(sums + i);
-      store(result + column / 2 + i, (then == Then::silu_gate ? silu(gate) : gelu_tanh(gate)) * load(sums + columns / 2 + i));
+      const F active = then == Then::silu_gate ? silu(gate) : gelu_tanh(gate);
+      store(result + column / 2 + i, active * load(sums + columns / 2 + i));
     });
   }
 }
@@ -79,9 +80,9 @@ void product(const void* x, Type type, int64_t num_rows, const Weight& weight, T
     widened.resize(num_rows * depth);
     with_type(type, [&](auto number) {
       const auto* from = static_cast<const decltype(number)*>(x);
-      at::parallel_for(0, num_rows * depth, kGrain, [&](int64_t begin, int64_t end) {
-        for_vectors(end - begin, [&](int64_t i, auto load, auto store) {
-          store(widened.data() + begin + i, load(from + begin + i));
+      at::parallel_for(0, num_rows, kGrain / depth + 1, [&](int64_t begin, int64_t end) {
+        for_vectors((end - begin) * depth, [&, at = begin * depth](int64_t i, auto load, auto store) {
+          store(&widened[at] + i, load(from + at + i));
         });
       });
     });

@@ -51,29 +51,23 @@ void tile(const void* rows, int64_t row_stride, const void* panel, int64_t steps
   const auto* a = static_cast<const typename K::Row*>(rows);
   const auto* b = static_cast<const typename K::Stored*>(panel);
   F acc[M][kVectors];
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) acc[m][v] = accumulate ? load(sums + m * sums_stride + v * W) : F{};
+  PAGED_UNROLL for (int m = 0; m < M; ++m) {
+    PAGED_UNROLL for (int v = 0; v < kVectors; ++v) acc[m][v] = accumulate ? load(sums + m * sums_stride + v * W) : F{};
   }
   for (int64_t s = 0; s < steps; ++s) {
     decltype(K::panel(b)) columns[kVectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) columns[v] = K::panel(b + v * W * K::kStep);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[m][v] = K::multiply(acc[m][v], columns[v], a + m * row_stride);
+    PAGED_UNROLL for (int v = 0; v < kVectors; ++v) columns[v] = K::panel(b + v * W * K::kStep);
+    PAGED_UNROLL for (int m = 0; m < M; ++m) {
+      const auto* row = a + m * row_stride;
+      PAGED_UNROLL for (int v = 0; v < kVectors; ++v) acc[m][v] = K::multiply(acc[m][v], columns[v], row);
     }
     __builtin_prefetch(ahead);
     ahead += ahead_stride;
     a += K::kStep;
     b += kPanel * K::kStep;
   }
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) store(sums + m * sums_stride + v * W, acc[m][v]);
+  PAGED_UNROLL for (int m = 0; m < M; ++m) {
+    PAGED_UNROLL for (int v = 0; v < kVectors; ++v) store(sums + m * sums_stride + v * W, acc[m][v]);
   }
 }
 

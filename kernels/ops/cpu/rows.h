@@ -1,4 +1,4 @@
-// Operations on rows of tokens that need no other row: norms, gated activations, rotary embedding, storing in the cache.
+// Operations on single rows of tokens: norms, gated activations, rotary embedding, storing in the cache.
 #pragma once
 
 #include "vec.h"

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <limits>
 #include <utility>
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -35,25 +34,14 @@ typedef uint16_t H __attribute__((vector_size(2 * W)));
 typedef int8_t B __attribute__((vector_size(W)));
 
 // The bits of a number in one of torch's half precisions.
-struct bf16 {
-  uint16_t bits;
-};
-struct f16 {
-  uint16_t bits;
-};
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
 
 enum class Type { f32, bf16, f16, i8 };
 
-template <class T>
-constexpr Type type_of = Type::f32;
-template <>
-inline constexpr Type type_of<bf16> = Type::bf16;
-template <>
-inline constexpr Type type_of<f16> = Type::f16;
-template <>
-inline constexpr Type type_of<int8_t> = Type::i8;
-
 #define PAGED_INLINE inline __attribute__((always_inline))
+// For loops over arrays that are to stay in registers, which they do only once their indices are constants.
+#define PAGED_UNROLL _Pragma("GCC unroll 16")
 
 // Calls a generic lambda with a number of the type that a tensor of activations or a cache holds.
 template <class Function>
@@ -68,25 +56,11 @@ PAGED_INLINE auto with_type(Type type, Function&& function) {
   }
 }
 
-constexpr int64_t size_of(Type type) {
-  return type == Type::f32 ? 4 : type == Type::i8 ? 1 : 2;
-}
+constexpr int64_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::i8 ? 1 : 2; }
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-constexpr int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-
-PAGED_INLINE F splat(float x) {
-  return x - F{};
-}
-
-PAGED_INLINE F maximum(F a, F b) {
-  return a > b ? a : b;
-}
-
-PAGED_INLINE F minimum(F a, F b) {
-  return a < b ? a : b;
-}
+PAGED_INLINE F splat(float x) { return x - F{}; }
+PAGED_INLINE F maximum(F a, F b) { return a > b ? a : b; }
 
 template <class V>
 PAGED_INLINE V read(const void* from) {
@@ -102,14 +76,8 @@ PAGED_INLINE void write(void* to, V v) {
 
 // W numbers from memory, as floats.
 
-PAGED_INLINE F load(const float* p) {
-  return read<F>(p);
-}
-
-PAGED_INLINE F load(const bf16* p) {
-  return (F)(__builtin_convertvector(read<H>(p), U) << 16);
-}
-
+PAGED_INLINE F load(const float* p) { return read<F>(p); }
+PAGED_INLINE F load(const bf16* p) { return (F)(__builtin_convertvector(read<H>(p), U) << 16); }
 PAGED_INLINE F load(const f16* p) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(read<__m256i>(p));
@@ -121,7 +89,6 @@ PAGED_INLINE F load(const f16* p) {
   return x;
 #endif
 }
-
 PAGED_INLINE F load(const int8_t* p) {
   return __builtin_convertvector(__builtin_convertvector(read<B>(p), I), F);
 }
@@ -131,7 +98,6 @@ PAGED_INLINE F load(const int8_t* p) {
 PAGED_INLINE void store(float* p, F x) {
   write(p, x);
 }
-
 PAGED_INLINE void store(bf16* p, F x) {
 #if PAGED_BF16_DOT
   write(p, _mm512_cvtneps_pbh(x));
@@ -142,7 +108,6 @@ PAGED_INLINE void store(bf16* p, F x) {
   write(p, __builtin_convertvector(x == x ? rounded : quiet, H));
 #endif
 }
-
 PAGED_INLINE void store(f16* p, F x) {
 #if defined(__AVX512F__)
   write(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -201,69 +166,48 @@ PAGED_INLINE V permute(V a, V b) {
   return permute(a, b, lanes_of<Pattern>(std::make_integer_sequence<int, W>{}));
 }
 
-// Of two vectors, the lanes whose number lacks the bit S from a and the others from b, in their own places ...
-template <int S>
-struct Keep {
-  static constexpr int at(int lane) { return lane & S ? lane + W : lane; }
-};
-// ... or each from the place that differs in that bit.
-template <int S>
-struct Cross {
-  static constexpr int at(int lane) { return lane & S ? (lane ^ S) + W : lane ^ S; }
-};
-// The halves of a matrix of 2 x 2 lanes, transposed.
-template <int S>
-struct Lower {
-  static constexpr int at(int lane) { return lane & S ? (lane ^ S) + W : lane; }
-};
-template <int S>
-struct Upper {
-  static constexpr int at(int lane) { return lane & S ? lane + W : lane ^ S; }
+// Of two vectors, the lanes whose number lacks the bit S from a and the others from b; from their own places or, where
+// CrossA or CrossB say so, from those that differ in that bit.
+template <int S, bool CrossA, bool CrossB>
+struct Mix {
+  static constexpr int at(int lane) { return lane & S ? W + (CrossB ? lane ^ S : lane) : CrossA ? lane ^ S : lane; }
 };
 
 // One vector whose lanes are sums of two lanes each of a (where the lane's number lacks the bit S) and b.
 template <int S>
 PAGED_INLINE F halve(F a, F b) {
-  return permute<Keep<S>>(a, b) + permute<Cross<S>>(a, b);
+  return permute<Mix<S, false, false>>(a, b) + permute<Mix<S, true, true>>(a, b);
 }
 
 // The same of four vectors, by two bits. All lanes of W vectors x are summed, side by side in one vector, by doing so
 // with every four of them, then with every four of the results and S = 4, and so on.
 template <int S>
-PAGED_INLINE F quarter(F a, F b, F c, F d) {
-  return halve<2 * S>(halve<S>(a, b), halve<S>(c, d));
-}
+PAGED_INLINE F quarter(F a, F b, F c, F d) { return halve<2 * S>(halve<S>(a, b), halve<S>(c, d)); }
 
 // Transposes a matrix of W x W lanes.
 template <int S = 1>
 PAGED_INLINE void transpose(U* x) {
-#pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) {
+  PAGED_UNROLL for (int i = 0; i < W; ++i) {
     if (i & S) continue;
     const U a = x[i], b = x[i + S];
-    x[i] = permute<Lower<S>>(a, b);
-    x[i + S] = permute<Upper<S>>(a, b);
+    x[i] = permute<Mix<S, false, true>>(a, b);
+    x[i + S] = permute<Mix<S, true, false>>(a, b);
   }
   if constexpr (2 * S < W) transpose<2 * S>(x);
 }
 
-template <int S = W / 2>
-PAGED_INLINE float sum(F x) {
+// One number from all lanes, by a function of two vectors.
+template <int S = W / 2, class Function>
+PAGED_INLINE float fold(F x, Function&& function) {
   if constexpr (S == 0) {
     return x[0];
   } else {
-    return sum<S / 2>(x + permute<Cross<S>>(x, x));
+    return fold<S / 2>(function(x, permute<Mix<S, true, true>>(x, x)), function);
   }
 }
 
-template <int S = W / 2>
-PAGED_INLINE float largest(F x) {
-  if constexpr (S == 0) {
-    return x[0];
-  } else {
-    return largest<S / 2>(maximum(x, permute<Cross<S>>(x, x)));
-  }
-}
+PAGED_INLINE float sum(F x) { return fold(x, [](F a, F b) { return a + b; }); }
+PAGED_INLINE float largest(F x) { return fold(x, [](F a, F b) { return maximum(a, b); }); }
 
 // e to the x within 2 ulp; below -86.6 zero, above 88.3 infinity.
 PAGED_INLINE F exp(F x) {
@@ -283,22 +227,12 @@ PAGED_INLINE F exp(F x) {
   return x > 88.3f ? splat(std::numeric_limits<float>::infinity()) : result;
 }
 
-PAGED_INLINE F sigmoid(F x) {
-  return 1.f / (1.f + exp(-x));
-}
-
-PAGED_INLINE F tanh(F x) {
-  return 1.f - 2.f / (exp(2.f * x) + 1.f);
-}
-
-PAGED_INLINE F silu(F x) {
-  return x * sigmoid(x);
-}
+PAGED_INLINE F sigmoid(F x) { return 1.f / (1.f + exp(-x)); }
+PAGED_INLINE F tanh(F x) { return 1.f - 2.f / (exp(2.f * x) + 1.f); }
+PAGED_INLINE F silu(F x) { return x * sigmoid(x); }
 
 // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which torch calls gelu with approximate="tanh".
-PAGED_INLINE F gelu_tanh(F x) {
-  return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
-}
+PAGED_INLINE F gelu_tanh(F x) { return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x)); }
 
 #if PAGED_BF16_DOT
 // sums + pairs of bfloat16 products, two to a lane.
