@@ -213,7 +213,9 @@ MUTANTS = {
     "minimum lengths forget the padding": (
         row_sampling,
         "_field",
-        lambda processor, row, *args: field_of(processor, replace(row, num_padding=0), *args),
+        lambda processor, row, *args: field_of(
+            processor, replace(row, num_shown=row.num_shown - row.num_padding), *args
+        ),
     ),
     "finished rows are dropped though it shows": (
         decoding,
