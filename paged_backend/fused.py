@@ -108,6 +108,7 @@ class FusedLayer(Fused):
         self._rotates = rotates
         self._rule = rule
         self._returns_tuple = returns_tuple
+        self.weights = tuple(weights)
         self.num_bytes = sum(weight.num_bytes for weight in weights)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
