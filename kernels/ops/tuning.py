@@ -17,8 +17,8 @@ class Tiles:
 
 # Keyed by bits of the elements and the larger head dim, rounded up to a power of two: 32 and 16 for what is multiplied,
 # 8 for a quantised cache that is multiplied in 16 bits. The defaults fit the 64 KiB of shared memory that the smallest
-# devices have. Every entry compiles without spilled registers, in each variant, for what it is listed under; which
-# entries were measured, kernels/README.md says.
+# devices have. What is listed compiles without spilled registers, but for the few bytes that ptxas parks to let one
+# block more run on a processor; which entries were measured, kernels/README.md says.
 _DEFAULT_PREFILL = {
     (32, 64): Tiles(32, 32, 8, 1),
     (32, 128): Tiles(32, 16, 8, 1),
@@ -31,8 +31,8 @@ _DEFAULT_PREFILL = {
 }
 _DEFAULT_DECODE = {
     (32, 64): Tiles(16, 32, 4, 1),
-    (32, 128): Tiles(16, 32, 4, 1),
-    (32, 256): Tiles(16, 16, 4, 1),
+    (32, 128): Tiles(16, 16, 4, 1),
+    (32, 256): Tiles(16, 16, 8, 1),
     (32, 512): Tiles(16, 16, 8, 1),
     (16, 64): Tiles(32, 64, 4, 1),
     (16, 128): Tiles(32, 32, 4, 1),
@@ -42,11 +42,12 @@ _DEFAULT_DECODE = {
 _PREFILL = {
     "sm_80": {
         (16, 64): Tiles(128, 64, 8, 3),
-        (16, 128): Tiles(128, 32, 8, 3),
+        (16, 128): Tiles(64, 32, 4, 2),
         (16, 256): Tiles(64, 32, 8, 2),
         (8, 64): Tiles(64, 64, 8, 2),
         (8, 128): Tiles(64, 64, 8, 2),
-        (8, 256): Tiles(64, 32, 8, 1),
+        (8, 256): Tiles(32, 32, 8, 1),
+        (32, 512): Tiles(32, 16, 16, 1),
     },
     "sm_90": {
         (16, 64): Tiles(128, 128, 8, 3),
@@ -55,11 +56,16 @@ _PREFILL = {
         (8, 64): Tiles(128, 64, 8, 3),
         (8, 128): Tiles(128, 64, 8, 3),
         (8, 256): Tiles(64, 32, 8, 2),
+        (32, 512): Tiles(32, 16, 16, 1),
     },
     "gfx942": {
         (16, 64): Tiles(128, 32, 8, 1),
         (16, 128): Tiles(128, 32, 8, 1),
+        (8, 128): Tiles(64, 16, 4, 1),
+        (8, 512): Tiles(32, 16, 4, 1),
+        (32, 512): Tiles(16, 16, 4, 1),
     },
+    "gfx90a": {(32, 512): Tiles(16, 16, 4, 1)},
 }
 # A load through the block table waits for the table, so that it takes two stages more to have one tile more in flight:
 # three stages hold one, five hold two.
@@ -81,7 +87,9 @@ _DECODE = {
     "gfx942": {
         (16, 64): Tiles(32, 64, 4, 2),
         (16, 128): Tiles(32, 32, 4, 2),
+        (32, 512): Tiles(16, 16, 4, 1),
     },
+    "gfx90a": {(32, 512): Tiles(16, 16, 4, 1)},
 }
 _LARGEST_HEAD_DIM = 512
 

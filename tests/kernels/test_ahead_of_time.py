@@ -33,6 +33,8 @@ pytestmark = pytest.mark.aot
 TUNED, DEFAULT = ("sm_80", "sm_90", "gfx942"), ("sm_89", "sm_100", "gfx90a")
 NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS = 8, 16, 2
 SCALES = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)
+# ptxas stops short of the registers it may use, parking a few words, where that lets one block more run.
+PARKED_BYTES = 32
 RULES = {"full": {}, "window": {"window": 100}, "chunk": {"chunk": 64}}
 
 
@@ -149,11 +151,7 @@ def all_features() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("architecture", TUNED + DEFAULT)
 def test_a_sample_of_all_variants_compiles_and_fits(architecture, phase):
     # The same sample every time, a different one for each pair.
-    spilling = []
     for features in random.Random(architecture + phase).sample(all_features(), 10):
         for kernel in compile_launches(architecture, attention(phase, **features)):
             assert kernel.shared_memory <= SHARED_MEMORY[architecture], kernel
-            if kernel.spilled:
-                spilling.append((features, kernel))
-    if spilling:
-        pytest.xfail(f"rare variants still spill registers, their tiles need tuning: {spilling}")
+            assert kernel.spilled <= (PARKED_BYTES if architecture.startswith("sm_") else 0), (features, kernel)
