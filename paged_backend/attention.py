@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from paged_backend.batch import Batch
-from paged_backend.errors import PluginError, UnknownPolicy
-from paged_backend.kernels import decode_attention, implementations, prefill_attention, store_kv
+from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
+from paged_backend.kernels import cpu, decode_attention, implementations, prefill_attention, store_kv, triton_support
 from paged_backend.kernels.dispatch import implementation, implements
 from paged_backend.kv_cache import LayerCache
 from paged_backend.mask_rule import MaskRule
@@ -135,6 +135,20 @@ def check_backend(name: str) -> None:
     known = ("auto", *implementations("decode_attention"))
     if name not in known:
         raise UnknownPolicy(f"unknown attention_backend {name!r}; choose one of {', '.join(known)}")
+
+
+def check_backend_runs(name: str, devices: Iterable[torch.device]) -> None:
+    """Raise ConfigError if the kernels of this name cannot run on one of ``devices``."""
+    for device in devices:
+        if name == "triton" and device.type != "cuda" and not triton_support.interpreted:
+            raise ConfigError(
+                f"attention_backend='triton' needs a GPU, and the model is on {device}; give 'auto', or set "
+                "TRITON_INTERPRET=1 before Python starts, which runs its kernels on the CPU, slowly, for tests"
+            )
+        if name == "cpu" and not cpu.is_available():
+            raise ConfigError(
+                "attention_backend='cpu' is compiled on first use, which failed; install a C++ compiler, or give 'auto'"
+            )
 
 
 def add_backend(name: str, functions: Any) -> None:

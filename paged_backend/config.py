@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from paged_backend.errors import ConfigError
+from paged_backend.policy_errors import describe
 
 KV_DTYPES = {
     "auto": None,
@@ -25,6 +27,18 @@ BATCHING = ("auto", "shared", "separate")
 OPTIMIZE = ("auto", "memory", "none")
 QUANTIZE = (None, "int8")
 MAX_BLOCK_SIZE = 4096
+# A seat in the block tables is kept for each request that may run.
+MAX_NUM_SEQS = 16384
+# Positions and lengths are 32-bit numbers on a device.
+MAX_TOKENS = 2**31 - 1
+_COUNTS = {
+    "max_num_seqs": (1, MAX_NUM_SEQS),
+    "max_num_batched_tokens": (1, MAX_TOKENS),
+    "max_model_len": (2, MAX_TOKENS),
+    "max_waiting": (1, 2**63 - 1),
+    "seed": (-(2**63), 2**64 - 1),
+}
+_OPTIONAL = ("max_model_len", "max_waiting", "seed")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -35,11 +49,12 @@ class EngineConfig:
     block_size: tokens per block, or the name of a registered rule, ``"module:attribute"`` or a callable
         ``(ModelShape, torch.device) -> int``.
     kv_cache_memory: bytes for keys and values: an int, a string such as ``"2GiB"``, or a fraction (0, 1) of a GPU's
-        free memory. None takes what ``max_num_seqs`` sequences of full length need, at most 2 GiB.
+        free memory; at most the device's memory, and at most 4,194,304 blocks. None takes what ``max_num_seqs``
+        sequences of full length need, at most 2 GiB.
     kv_dtype: ``auto`` stores the model's own dtype; float16, bfloat16, int8 and fp8 (e4m3) take less.
-    max_num_seqs: requests that run at once.
+    max_num_seqs: requests that run at once, at most 16,384.
     max_num_batched_tokens: prefill tokens of one step; decodes come on top.
-    max_model_len: most tokens of a request, prompt and output; None takes the model's own limit.
+    max_model_len: most tokens of a request, prompt and output, at least 2; None takes the model's own limit.
     max_waiting: waiting requests beyond which new ones are refused; None does not limit.
     scheduler, eviction: a policy's registered name, ``"module:attribute"``, class or instance, with its options.
     enable_prefix_caching: reuse the blocks of equal prompt beginnings, and of finished requests.
@@ -73,15 +88,16 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            _require_count(name, getattr(self, name))
-        for name in ("max_model_len", "max_waiting"):
-            if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name))
-        if isinstance(self.block_size, int):
-            check_block_size(self.block_size)
+        for name, (low, high) in _COUNTS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, _checked_int(name, value, low, high))
+        if isinstance(self.block_size, Integral):
+            object.__setattr__(self, "block_size", check_block_size(self.block_size))
         elif not isinstance(self.block_size, str) and not callable(self.block_size):
-            raise ConfigError(f"block_size must be a number, a rule's name or a callable, got {self.block_size!r}")
+            raise ConfigError(
+                f"block_size must be an int, a rule's name or a callable, got {describe(self.block_size)}"
+            )
         if self.kv_cache_memory is not None:
             parse_memory(self.kv_cache_memory)
         _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
@@ -92,14 +108,14 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "strict_policies"):
             _require_bool(name, getattr(self, name))
         if not isinstance(self.attention_backend, str):
-            raise ConfigError(f"attention_backend must be a name such as 'auto', got {self.attention_backend!r}")
+            raise ConfigError(
+                f"attention_backend must be a name such as 'auto', got {describe(self.attention_backend)}"
+            )
         for name in ("scheduler", "eviction"):
             if getattr(self, name) is None:
                 raise ConfigError(f"{name} must name a policy; None does not")
             if not isinstance(getattr(self, f"{name}_options"), Mapping):
                 raise ConfigError(f"{name}_options must be a mapping, got {getattr(self, f'{name}_options')!r}")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise ConfigError(f"seed must be an int or None, got {self.seed!r}")
 
     @classmethod
     def from_options(cls, options: EngineConfig | Mapping[str, Any] | None = None, **more: Any) -> EngineConfig:
@@ -124,7 +140,7 @@ class EngineConfig:
         return KV_DTYPES[self.kv_dtype]
 
 
-def parse_memory(value: int | float | str) -> int | float:
+def parse_memory(value: Any) -> int | float:
     """Bytes as an int, or a fraction of a GPU's free memory as a float in (0, 1).
 
     Raises ConfigError for anything else.
@@ -132,34 +148,34 @@ def parse_memory(value: int | float | str) -> int | float:
     allowed = "bytes (an int), a size such as '512MiB' or '2GiB', or a fraction of a GPU between 0 and 1"
     number = value
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", value)
         if not match or match[2].upper() not in _UNITS:
-            raise ConfigError(f"kv_cache_memory={value!r} is not a size; give {allowed}")
-        number = int(float(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number) or number <= 0:
-        raise ConfigError(f"kv_cache_memory={value!r} is not usable; give {allowed}")
-    if isinstance(number, float) and number >= 1:
-        raise ConfigError(f"kv_cache_memory={value!r} is not a fraction; give {allowed}")
-    return number
+            raise ConfigError(f"kv_cache_memory={describe(value)} is not a size; give {allowed}")
+        number = int(Fraction(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(number, Integral) and not isinstance(number, bool) and int(number) > 0:
+        return int(number)
+    if isinstance(number, float) and 0 < number < 1:
+        return number
+    kind = "a fraction" if isinstance(number, float) and number >= 1 else "usable"
+    raise ConfigError(f"kv_cache_memory={describe(value)} is not {kind}; give {allowed}")
 
 
 def check_block_size(value: Any, source: str = "block_size") -> int:
     """The value if it is a usable number of tokens per block, else ConfigError naming ``source``."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_BLOCK_SIZE:
-        raise ConfigError(f"{source} must be an int from 1 to {MAX_BLOCK_SIZE}, got {value!r}")
-    return value
+    return _checked_int(source, value, 1, MAX_BLOCK_SIZE)
 
 
-def _require_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
+def _checked_int(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+        raise ConfigError(f"{name} must be an int from {low} to {high}, got {describe(value)}")
+    return int(value)
 
 
 def _require_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be True or False, got {value!r}")
+        raise ConfigError(f"{name} must be True or False, got {describe(value)}")
 
 
 def _require_choice(name: str, value: Any, allowed: Any) -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
+        raise ConfigError(f"{name}={describe(value)} is unknown; choose from {', '.join(allowed)}")

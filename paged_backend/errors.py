@@ -52,6 +52,10 @@ class EngineClosed(PagedBackendError, RuntimeError):
     """The engine was closed, or a call came at a moment when it cannot be served."""
 
 
+class EngineBusy(EngineClosed):
+    """A call came in the middle of another one, from inside of it or from another thread."""
+
+
 class EngineFailed(EngineClosed):
     """The thread that ran the engine is gone; ``__cause__`` is what ended it, and ``start()`` begins anew."""
 

@@ -31,6 +31,15 @@ def check_stop(params: SamplingParams, tokenizer: Any) -> None:
             raise RequestRefused(f"bad_words={word!r} needs a tokenizer; give the engine one, or give token ids")
 
 
+def eos_token_ids_of(model: Any) -> frozenset[int]:
+    """The tokens that end a text, from the model's generation config or its config."""
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        value = getattr(holder, "eos_token_id", None)
+        if value is not None:
+            return frozenset(value if isinstance(value, (list, tuple)) else [value])
+    return frozenset()
+
+
 def finish_reason(request: Request, token: int, eos_token_ids: Collection[int]) -> FinishReason | None:
     """Why ``request`` ends with ``token``, its last one, or None if it goes on.
 
