@@ -55,7 +55,7 @@ def _class(cls: type) -> str:
     if fields:
         lines.append("```python\n" + "\n".join(fields) + "\n```\n")
     for method in methods(cls):
-        must = " *(to be written)*" if getattr(method, "__isabstractmethod__", False) else ""
+        must = " *(a policy writes this)*" if getattr(method, "__isabstractmethod__", False) else ""
         text = inspect.getdoc(method) or ""
         lines.append(f"```python\n{signature(method)}\n```\n{text}{must}\n")
     return "\n".join(lines)
