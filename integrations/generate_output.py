@@ -49,15 +49,28 @@ def generate_output(
 def _fill(cache: Any, model: Any, prompts: Tensor, sequences: Tensor, model_kwargs: dict[str, Any]) -> None:
     """Put the keys and values of all tokens but the last, which stock has not fed either, into ``cache``.
 
-    One forward pass of the model itself does it, so that stock code can go on from the cache in every respect.
+    The model itself computes them in two passes, so that stock code can go on from the cache in every respect: like
+    stock's, the prompts' pass sees nothing of what follows, which padding would otherwise take in.
     """
-    num_fed = sequences.shape[1] - prompts.shape[1] - 1
-    num_prompt_tokens = prompts.shape[1]
-    grown = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=num_fed)
-    embeds = grown.get("inputs_embeds")
-    if embeds is not None:
-        num_prompt_tokens = embeds.shape[1]
-        fed = model.get_input_embeddings()(sequences[:, prompts.shape[1] : -1].to(embeds.device))
-        grown["inputs_embeds"] = torch.cat([embeds, fed.to(embeds)], dim=1)
-    model(**model.prepare_inputs_for_generation(sequences[:, :-1], is_first_iteration=True, **grown), return_dict=True)
-    assert cache.get_seq_length() == num_prompt_tokens + num_fed
+    fed = sequences[:, prompts.shape[1] : -1]
+    model._prefill(prompts, GenerationConfig(), dict(model_kwargs))
+    num_prompt_tokens = cache.get_seq_length()
+    if fed.shape[1] > 0:
+        # Stock takes as many off the left as the cache holds; told by the mask, and by the configuration without one.
+        input_ids = torch.nn.functional.pad(fed, (num_prompt_tokens, 0))
+        config = GenerationConfig()
+        config._mask_length = input_ids.shape[1]
+        model._prefill(input_ids, config, _grown(model_kwargs, fed.shape[1]))
+    assert cache.get_seq_length() == num_prompt_tokens + fed.shape[1]
+
+
+def _grown(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """What goes to the model besides the tokens, when ``count`` of them follow the prompts."""
+    grown = {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
+    mask, positions = grown.get("attention_mask"), grown.get("position_ids")
+    if mask is not None:
+        grown["attention_mask"] = torch.nn.functional.pad(mask, (0, count), value=1)
+    if positions is not None:
+        following = torch.arange(1, count + 1, device=positions.device)
+        grown["position_ids"] = torch.cat([positions, positions[..., -1:] + following], dim=-1)
+    return grown

@@ -14,17 +14,10 @@ import run_transformers_tests
 PROGRAM = run_transformers_tests.__file__
 LLAMA = "tests/models/llama/test_modeling_llama.py"
 FILES = {
-    "pyproject.toml": """
-        [tool.pytest.ini_options]
-        markers = ["generate"]
-        """,
     "tests/__init__.py": "",
     "tests/generation/__init__.py": "",
     "tests/generation/test_utils.py": """
         import functools
-
-        import pytest
-        import torch
 
         LENGTH = {"max_new_tokens": 4, "do_sample": False}
 
@@ -33,19 +26,16 @@ FILES = {
             def inputs(self):
                 return self.model_tester.prepare_config_and_inputs_for_common()[1]
 
-            @pytest.mark.generate
-            def test_same_twice(self):
+            def test_generate_same_twice(self):
                 model = self.build()
                 first, second = (model.generate(**self.inputs(), **LENGTH) for _ in range(2))
                 self.assertEqual(first.tolist(), second.tolist())
 
-            @pytest.mark.generate
-            def test_beams(self):
+            def test_generate_beams(self):
                 found = self.build().generate(**self.inputs(), **LENGTH, num_beams=2)
                 self.assertEqual(found.shape, (2, 9))
 
-            @pytest.mark.generate
-            def test_prepares_inputs_for_each_token(self):
+            def test_generate_prepares_inputs_for_each_token(self):
                 model, counted = self.build(), []
                 original = model.prepare_inputs_for_generation
 
@@ -58,21 +48,16 @@ FILES = {
                 model.generate(**self.inputs(), **LENGTH)
                 self.assertEqual(len(counted), 4)
 
-            @pytest.mark.generate
-            def test_of_one_that_is_wrong(self):
+            def test_generate_of_one_that_is_wrong(self):
                 self.assertEqual(self.build().generate(**self.inputs(), **LENGTH).shape, (0, 0))
 
-            @pytest.mark.generate
-            def test_that_calls_nothing(self):
+            def test_generate_that_calls_nothing(self):
                 pass
 
-            @pytest.mark.generate
-            def test_that_is_skipped(self):
+            def test_generate_that_is_skipped(self):
                 self.skipTest("for a reason")
 
-
-        class Other:
-            def test_without_the_mark(self):
+            def test_of_something_else(self):
                 self.fail()
         """,
     "tests/models/__init__.py": "",
@@ -83,7 +68,7 @@ FILES = {
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from ...generation.test_utils import Mixin, Other
+        from ...generation.test_utils import Mixin
 
 
         class Tester:
@@ -95,7 +80,7 @@ FILES = {
                 return config, {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids}
 
 
-        class LlamaModelTest(Mixin, Other, unittest.TestCase):
+        class LlamaModelTest(Mixin, unittest.TestCase):
             def setUp(self):
                 self.model_tester = Tester()
                 self.model = LlamaForCausalLM(self.model_tester.prepare_config_and_inputs_for_common()[0]).eval()
@@ -135,35 +120,37 @@ def ordinary(checkout: Path) -> tuple[int, str]:
 
 
 def test_a_test_whose_calls_are_all_served_passes(ordinary: tuple[int, str]) -> None:
-    assert re.fullmatch(r"passed +\S+ +2 served", line(ordinary[1], "test_same_twice"))
+    assert re.fullmatch(r"passed +\S+ +2 served", line(ordinary[1], "test_generate_same_twice"))
 
 
 def test_a_refused_call_goes_to_stock_and_is_counted_with_its_reason(ordinary: tuple[int, str]) -> None:
-    assert re.fullmatch(r"refused +\S+ +1 refused: num_beams=2 \(beam search\)", line(ordinary[1], "test_beams"))
+    assert re.fullmatch(
+        r"refused +\S+ +1 refused: num_beams=2 \(beam search\)", line(ordinary[1], "test_generate_beams")
+    )
 
 
 def test_a_failure_that_stock_passes_is_ours_and_the_exit_status(ordinary: tuple[int, str]) -> None:
     # Once for the engine, and four times for the comparison.
-    found = line(ordinary[1], "test_prepares_inputs_for_each_token")
+    found = line(ordinary[1], "test_generate_prepares_inputs_for_each_token")
     assert re.fullmatch(r"failed +\S+ +AssertionError: 5 != 4; 1 served", found)
     assert ordinary[0] == 1
 
 
 def test_a_failure_of_stock_too_is_told_apart(ordinary: tuple[int, str]) -> None:
-    assert line(ordinary[1], "test_of_one_that_is_wrong").startswith("stock fails ")
+    assert line(ordinary[1], "test_generate_of_one_that_is_wrong").startswith("stock fails ")
 
 
 def test_the_totals_count_each_kind_and_leave_out_what_calls_nothing(ordinary: tuple[int, str]) -> None:
     expected = "1 passed, 1 refused, 1 failed, 1 stock fails, 2 without a call of generate"
     assert f"{LLAMA}: {expected}" in ordinary[1]
     assert f"all: {expected}" in ordinary[1]
-    assert "test_without_the_mark" not in ordinary[1]
+    assert "test_of_something_else" not in ordinary[1]
 
 
 @pytest.mark.slow
 def test_inputs_as_they_are_drawn_are_refused_where_the_engine_refuses_them(checkout: Path) -> None:
-    status, output = run(checkout, "--models", "llama", "-k", "twice")
-    assert re.fullmatch(r"refused +\S+ +2 refused: padding on the right", line(output, "test_same_twice"))
+    status, output = run(checkout, "--models", "llama", "-k", "same_twice")
+    assert re.fullmatch(r"refused +\S+ +2 refused: padding on the right", line(output, "test_generate_same_twice"))
     assert status == 0
 
 

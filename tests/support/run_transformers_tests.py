@@ -196,7 +196,7 @@ def run(folder: Path, files: Iterable[str], options: argparse.Namespace) -> tupl
     """The tests of these files, and the files that cannot be read with the reason."""
     recorder = Recorder(options.seed)
     with PagedGenerate(recorder, options.compare):
-        _pytest(folder, [*files, *_selection(options)], recorder, options)
+        _pytest(folder, ["-k", options.keyword, *files], recorder, options)
     tests = list(recorder.tests.values())
     failed = [test for test in tests if test.failure]
     if failed:
@@ -205,10 +205,6 @@ def run(folder: Path, files: Iterable[str], options: argparse.Namespace) -> tupl
         for test in failed:
             test.stock_fails = bool(stock.tests[test.node].failure)
     return tests, recorder.broken
-
-
-def _selection(options: argparse.Namespace) -> list[str]:
-    return (["-m", options.marker] if options.marker else []) + (["-k", options.keyword] if options.keyword else [])
 
 
 def _pytest(folder: Path, arguments: list[str], recorder: Recorder, options: argparse.Namespace) -> None:
@@ -228,8 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a checkout of huggingface/transformers")
     parser.add_argument("--models", nargs="*", default=MODELS, help=f"whose tests (default: {' '.join(MODELS)})")
     parser.add_argument("--files", nargs="*", default=(), help="further test files, relative to the folder")
-    parser.add_argument("-m", dest="marker", default="generate", help="pytest's -m (default: %(default)s; '' for all)")
-    parser.add_argument("-k", dest="keyword", default="", help="pytest's -k")
+    parser.add_argument(
+        "-k", dest="keyword", default="generate or decoding", help="pytest's -k (default: %(default)r; '' for all)"
+    )
     parser.add_argument("--tb", default="no", help="pytest's --tb, to see why tests fail (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="draws the weights and prompts (default: %(default)s)")
     parser.add_argument("--compare", action="store_true", help="hold the tokens of every greedy call to stock's")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import transformers
 from oracle import assert_greedy, draw_prompts, stock_greedy
 from stock_equality import assert_equals_stock, left_padded
 from tiny_models import make_tiny
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import paged_backend
 from paged_backend import Engine, SamplingParams
@@ -32,6 +35,23 @@ def check(family: str) -> None:
     options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert_equals_stock(model, left_padded(LENGTHS), **options)
     assert_equals_stock(model, left_padded(LENGTHS), **options, repetition_penalty=1.3)
+    for inputs in (left_padded(LENGTHS), left_padded([9])):
+        check_cache(model, inputs, {**options, "return_dict_in_generate": True})
+
+
+def check_cache(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
+    """Compare what the returned caches hold after tokens and after embeddings."""
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    for given in (inputs, {**inputs, "input_ids": None, "inputs_embeds": embeds}):
+        stock = cache_of(model.generate(**given, **options))
+        paged = cache_of(model.generate(**given, **options, cache_impl="paged"))
+        for theirs, ours in zip(stock.layers, paged.layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-3)
+
+
+def cache_of(output: Any) -> Any:
+    return output["cache"] if "cache" in output else output["past_key_values"]
 
 
 def main() -> None:
