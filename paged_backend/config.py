@@ -152,7 +152,7 @@ def parse_memory(value: Any) -> int | float:
         if not match or match[2].upper() not in _UNITS:
             raise ConfigError(f"kv_cache_memory={describe(value)} is not a size; give {allowed}")
         number = int(Fraction(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(number, Integral) and not isinstance(number, bool) and int(number) > 0:
+    if isinstance(number, Integral) and not isinstance(number, bool) and 0 < int(number) < 2**63:
         return int(number)
     if isinstance(number, float) and 0 < number < 1:
         return number

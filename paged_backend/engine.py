@@ -88,7 +88,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids_of(model)
         self.sampler = Sampler(self.eos_token_ids, self.config.seed, tokenizer)
         self._held = HeldRows()
-        self._requests = RequestTable(self.scheduler, clock, self._on_end)
+        self._requests = RequestTable(self.scheduler, clock, self._plugins, self._policy_errors)
         self._intake = Intake(tokenizer, self._loader, self._requests)
         self._pins = PrefixPins()
         self._stats = StatsRecorder()
@@ -330,7 +330,7 @@ class Engine:
         """Numbers since the engine started, and the memory as it is now. Hooks may ask too, until the engine closes."""
         self._check_not_closed()
         served = self._loader.served
-        reserved, swaps = served.reserved_bytes, served.swaps
+        reserved, swaps = served.runner.kv_cache.num_bytes, served.swaps
         stats = self._stats.snapshot(self.scheduler, reserved, dict(self._policy_errors.counts))
         return dataclasses.replace(
             stats, swaps_made=swaps.made, swaps_refused=swaps.refused, packed_bytes=swaps.packed_bytes
@@ -421,10 +421,6 @@ class Engine:
         return self._loader.served.max_model_len
 
     # Inside
-
-    def _on_end(self, request: Request) -> None:
-        if self._plugins.listens("request_finished"):
-            self._notify("request_finished", request=request.view, output=request.output.snapshot())
 
     def _notify(self, name: str, **kwargs: Any) -> None:
         if self._plugins.listens(name):

@@ -13,7 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from paged_backend.model_copy import accelerate_hooks, shared_tensors
 
-# Elements read of each weight: an in-place change of the whole tensor cannot hide from them.
+# Tensors of up to this many elements are compared whole: norms, biases, small adapters.
+_WHOLE = 1 << 14
+# Elements read of a larger one: an in-place change of the whole tensor cannot hide from them.
 _SAMPLES = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
@@ -27,7 +29,8 @@ class Fingerprint:
 
     The training flag is left out: the twin is in eval mode whatever the model is in. Tensors are told by identity,
     memory, dtype, device and version; since ``p.data.add_()`` bumps no version, samples of the contents are compared
-    too. An edit through ``.data`` that touches none of the sampled elements stays unseen.
+    too: tensors of up to 16,384 elements whole, larger ones in 64 elements spread over them. An edit through ``.data``
+    of a larger one that touches none of those stays unseen; to read all weights would cost a step's time each time.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -163,14 +166,16 @@ def _written_buffers(model: PreTrainedModel) -> Iterator[torch.Tensor]:
 
 
 def _samples(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Integer views of about ``_SAMPLES`` elements spread over ``tensor``."""
+    """Integer views of ``tensor``, or of about ``_SAMPLES`` elements spread over it if it is large."""
     views = []
     for part in _parts(tensor):
         if part.device.type == "meta" or not part.numel():
             continue
         part = torch.view_as_real(part.detach()) if part.is_complex() else part.detach()
-        if part.is_contiguous():
-            part = part.as_strided((min(_SAMPLES, part.numel()),), (max(1, part.numel() // _SAMPLES),))
+        if part.numel() <= _WHOLE:
+            pass
+        elif part.is_contiguous():
+            part = part.as_strided((_SAMPLES,), (part.numel() // _SAMPLES,))
         else:
             each = max(1, round(_SAMPLES ** (1 / part.dim())))
             part = part[tuple(slice(None, None, max(1, size // each)) for size in part.shape)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -35,6 +37,8 @@ class Intake:
 
     def __init__(self, tokenizer: Any, loader: ModelLoader, table: RequestTable) -> None:
         self._tokenizer = tokenizer
+        # Outputs keep this, and must not keep the model or the cache with it.
+        self._decode = partial(_decode, tokenizer)
         self._loader = loader
         self._table = table
         self._orders: Iterator[int] = itertools.count()
@@ -124,13 +128,6 @@ class Intake:
         except TypeError as error:
             raise RequestRefused(f"a prompt is text or token ids, got {describe(prompt)}") from error
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        if self._tokenizer is None:
-            return ""
-        with tokenizer_lock(self._tokenizer):
-            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
-
     def _default_params(self, num_prompt_tokens: int) -> SamplingParams:
         """Greedy, with as many tokens as the model's positions and the cache leave, up to the default."""
         served, most = self._loader.served, SamplingParams.max_tokens
@@ -157,10 +154,18 @@ class Intake:
             )
 
 
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    if tokenizer is None:
+        return ""
+    with tokenizer_lock(tokenizer):
+        text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return text
+
+
 def _as_int(token: Any) -> int:
-    if isinstance(token, bool) or not hasattr(token, "__index__"):
+    if isinstance(token, bool):
         raise TypeError(f"{token!r} is no token id")
-    return int(token)
+    return operator.index(token)
 
 
 def _refuse_unordered(prompt: Any) -> None:

@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,16 @@ class PluginManager:
 
     ``PAGED_BACKEND_PLUGINS`` limits entry points to a comma-separated list of names (empty: none);
     ``PAGED_BACKEND_TRACE_HOOKS=1`` prints every hook call to stderr.
-    Raises PluginError when a plugin cannot be loaded, implements an unknown hook, asks for another hook version, or
-    registers a name that is taken.
+    Raises PluginError when a plugin cannot be loaded, implements no hook or an unknown one, asks for another hook
+    version, or registers a name that is taken.
     """
 
     def __init__(self, plugins: Sequence[Any] = (), *, load_entry_points: bool = True) -> None:
+        if not isinstance(plugins, Iterable) or isinstance(plugins, (str, bytes, Mapping)):
+            raise ConfigError(
+                f"plugins must be a sequence of modules or objects with hooks, got {describe(plugins)}; one goes as "
+                "[plugin]"
+            )
         self._pm = pluggy.PluginManager(hookspecs.PROJECT)
         self._pm.add_hookspecs(hookspecs)
         self._trace = bool(os.environ.get(TRACE_VARIABLE))
@@ -72,6 +77,11 @@ class PluginManager:
             self._load_entry_points()
         for plugin in plugins:
             self._register(plugin, getattr(plugin, "__name__", None), "passed by hand")
+            if not self._pm.get_hookcallers(plugin):
+                raise PluginError(
+                    f"plugin {describe(plugin)} has no hooks; pass a module or an object whose functions are marked "
+                    "with @paged_backend.hookimpl"
+                )
         try:
             self._pm.check_pending()
         except pluggy.PluginValidationError as error:

@@ -6,22 +6,24 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 from paged_backend.errors import PluginError
 
 logger = logging.getLogger("paged_backend")
 
-# Wall seconds that one answer may take before it is reported; a step takes 5 to 100 ms.
+# Seconds of computing that one answer may take before it is reported; a step takes 5 to 100 ms.
 SLOW_S = 0.1
+# Wall seconds that it may take, computing or waiting. A busy machine keeps a thread waiting for less.
+BLOCKED_S = 1.0
 MAX_REPR = 200
 
 ErrorHandler = Callable[[object, str, "BaseException | str"], None]
 
 
 class SlowAnswer(Warning):
-    """An answer came, but held up everybody; reported, never raised, since a busy machine can be the reason."""
+    """An answer came, but held up everybody; reported, never raised, since the machine can be the reason."""
 
 
 class _Failed:
@@ -43,7 +45,7 @@ def call(
 
     Even SystemExit is survived. Only Ctrl-C passes, since it is meant for the program.
     """
-    start = perf_counter()
+    start = moment()
     try:
         return function()
     except KeyboardInterrupt:
@@ -53,12 +55,18 @@ def call(
         return FAILED
     finally:
         if not may_take_long:
-            report_if_slow(on_error, policy, method, perf_counter() - start)
+            report_if_slow(on_error, policy, method, start)
 
 
-def report_if_slow(on_error: ErrorHandler, policy: object, method: str, seconds: float) -> None:
-    """Report an answer that took longer than ``SLOW_S``."""
-    if seconds > SLOW_S:
+def moment() -> tuple[float, float]:
+    """Wall seconds and this thread's computing seconds, for ``report_if_slow``."""
+    return perf_counter(), thread_time()
+
+
+def report_if_slow(on_error: ErrorHandler, policy: object, method: str, start: tuple[float, float]) -> None:
+    """Report an answer that computed for longer than ``SLOW_S`` since ``start``, or took longer than ``BLOCKED_S``."""
+    seconds = perf_counter() - start[0]
+    if seconds > SLOW_S and (seconds > BLOCKED_S or thread_time() - start[1] > SLOW_S):
         on_error(policy, method, SlowAnswer(f"took {seconds:.2f} s, and everybody waited"))
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Sequence
 from itertools import islice
-from time import perf_counter
 from typing import Any
 
 from paged_backend.policies import RequestView, SchedulingPolicy
-from paged_backend.policy_errors import FAILED, ErrorHandler, ask, call, describe, report_if_slow
+from paged_backend.policy_errors import FAILED, ErrorHandler, ask, call, describe, moment, report_if_slow
 from paged_backend.request import Request
 
 # Longer than this nobody is held back while nothing runs, whatever the policy says.
@@ -187,7 +186,7 @@ class PolicyGuard:
         """A step computed this many tokens of each request."""
         if not self._counts_tokens:
             return
-        start = perf_counter()
+        start = moment()
         for request, num_tokens in counts:
             try:
                 self.policy.on_tokens(request.view, num_tokens, now)
@@ -195,7 +194,7 @@ class PolicyGuard:
                 raise
             except BaseException as error:
                 self._report("on_tokens", error)
-        report_if_slow(self._on_error, self.policy, "on_tokens", perf_counter() - start)
+        report_if_slow(self._on_error, self.policy, "on_tokens", start)
 
     def on_step(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
         """A step is over."""

@@ -66,7 +66,7 @@ def request_fields(options: Mapping[str, Any], now: float) -> dict[str, Any]:
     priority = fields.get("priority", 0)
     if isinstance(priority, bool) or not isinstance(priority, Integral) or abs(int(priority)) > MAX_PRIORITY:
         raise RequestRefused(
-            f"priority must be an int, -{MAX_PRIORITY} to {MAX_PRIORITY}, of which the smaller goes first, "
+            f"priority must be an int from {-MAX_PRIORITY} to {MAX_PRIORITY}, the smallest of which goes first, "
             f"got {describe(priority)}"
         )
     fields["priority"] = int(priority)
@@ -82,9 +82,9 @@ def request_fields(options: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raise RequestRefused unless ``value`` is a text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise RequestRefused(f"{name} must be a text that is not empty, got {describe(value)}")
+    """Raise RequestRefused unless ``value`` is a text."""
+    if not isinstance(value, str):
+        raise RequestRefused(f"{name} must be a text, got {describe(value)}")
 
 
 def _moment(now: float, name: str, seconds: Any) -> float | None:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paged_backend.errors import RequestRefused
+from paged_backend.plugin_manager import PluginManager
+from paged_backend.policy_errors import PolicyErrors
 from paged_backend.request import FinishReason, Request, RequestOutput
 from paged_backend.sampler import Sampled
 from paged_backend.scheduler import ScheduledStep, Scheduler
@@ -18,13 +20,16 @@ logger = logging.getLogger("paged_backend")
 class RequestTable:
     """Knows each unfinished request and its samples by id, delivers their tokens and ends them.
 
-    clock: seconds, for the moments at which requests end. on_end: told of each sample that ended.
+    clock: seconds, for the moments at which requests end.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float], on_end: Callable[[Request], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, clock: Callable[[], float], plugins: PluginManager, policy_errors: PolicyErrors
+    ) -> None:
         self._scheduler = scheduler
         self._clock = clock
-        self._on_end = on_end
+        self._plugins = plugins
+        self._policy_errors = policy_errors
         self._samples: dict[str, list[Request]] = {}
         self._time_limits: list[tuple[float, int, Request]] = []
         self._ended: list[RequestOutput] = []
@@ -139,7 +144,9 @@ class RequestTable:
             if not samples:
                 del self._samples[sample.request_id]
             self._ended.append(sample.output)
-            self._on_end(sample)
+            if self._plugins.listens("request_finished"):
+                copy = sample.output.snapshot()
+                self._plugins.notify("request_finished", self._policy_errors, request=sample.view, output=copy)
             sample.forget_view()
 
     def fail(self, request: Request, error: Exception, *, keep_new_tokens: bool = False) -> None:

@@ -47,9 +47,11 @@ class SamplingParams:
 
     A value that cannot be used raises ConfigError here, naming the field, the value and what is allowed.
 
-    max_tokens: output tokens after which the request ends with ``"length"``; finite by default.
-    min_tokens: output tokens before which no end-of-sequence token, stop token or stop string ends the request; the
-        tokens cannot be drawn until then.
+    max_tokens: output tokens after which the request ends with ``"length"``; finite by default. A request that could
+        never have so many is refused, whereas ``params=None`` asks for as many as fit, up to the default.
+    min_tokens: output tokens before which no end-of-sequence token, stop token or stop string ends the request. The
+        tokens cannot be drawn until then; a stop string counts only where the text behind these tokens holds the whole
+        of it, so one that begins before, even if it is completed after, is passed over and stays in the text.
     temperature: 0 is greedy (the default, as stock ``generate``; vLLM's default is 1), else 1e-5 to 1e5. The same
         request at 0 needs no random numbers, and ``top_p``, ``top_k`` and ``min_p`` have no effect on it.
     top_p: keep the likeliest tokens whose probabilities come to at least this much; above 0, 1 is off.

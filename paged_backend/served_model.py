@@ -82,7 +82,7 @@ class ServedModel:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         try:
-            cache = KVCache(self.twin.layers, groups, num_blocks, self.block_size, config.kv_torch_dtype)
+            cache = self._cache_of(num_blocks)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"keys and values find no memory for {self._bytes_of(num_blocks):,} bytes; give a smaller "
@@ -94,22 +94,17 @@ class ServedModel:
         self.executor = Executor(self.runner, self.blocks, shared=shared)
 
     def drop_cache(self) -> list[int]:
-        """Free the cache, with which nothing can run any more; returns the blocks it had per group."""
-        for module in self.twin.attention_modules:
-            module.__dict__.pop("paged_layer", None)
-        self.__dict__.pop("runner", None)
-        self.__dict__.pop("executor", None)
+        """Free the cache, without which no request can run; returns the blocks that it had per group."""
+        self.runner.use_cache(self._cache_of([0] * len(self.groups)))
         return self.num_blocks
+
+    def _cache_of(self, num_blocks: Sequence[int]) -> KVCache:
+        return KVCache(self.twin.layers, self.groups, num_blocks, self.block_size, self.config.kv_torch_dtype)
 
     @property
     def num_blocks(self) -> list[int]:
         """Blocks of each KV group."""
         return [pool.num_blocks for pool in self.blocks.pools]
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What the cache takes."""
-        return self.runner.kv_cache.num_bytes if "runner" in self.__dict__ else 0
 
     def _swap(self, model: Any) -> Swaps:
         """Swap modules of the twin, and prove it right."""

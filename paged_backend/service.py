@@ -11,7 +11,7 @@ from typing import Any
 
 from paged_backend.engine import Engine
 from paged_backend.engine_thread import EXIT_PATIENCE_S, EngineThread
-from paged_backend.errors import EngineClosed
+from paged_backend.errors import ConfigError, EngineClosed
 from paged_backend.handle import Handle
 from paged_backend.intake import Prompt
 from paged_backend.request import Request
@@ -36,6 +36,10 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
+        if not isinstance(engine, Engine):
+            raise ConfigError(
+                f"AsyncEngine takes an Engine, got a {type(engine).__name__}; make one with Engine(model, tokenizer)"
+            )
         self.engine = engine
         self._thread: EngineThread | None = None
         self._pid = os.getpid()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_backend.engine import Engine
-from paged_backend.errors import EngineClosed
+from paged_backend.errors import ConfigError, EngineClosed
 from paged_backend.intake import sampling_params
 from paged_backend.request import RequestOutput
 
@@ -25,6 +25,10 @@ class SharedEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
+        if not isinstance(engine, Engine):
+            raise ConfigError(
+                f"SharedEngine takes an Engine, got a {type(engine).__name__}; make one with Engine(model, tokenizer)"
+            )
         self.engine = engine
         # Guards everything below. The engine itself belongs to the leader, who calls it without the lock.
         self._lock = threading.Lock()

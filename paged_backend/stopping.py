@@ -43,10 +43,10 @@ def eos_token_ids_of(model: Any) -> frozenset[int]:
 def finish_reason(request: Request, token: int, eos_token_ids: Collection[int]) -> FinishReason | None:
     """Why ``request`` ends with ``token``, its last one, or None if it goes on.
 
-    ``"stop"``: an end-of-sequence token (unless ignore_eos), a stop token or a stop string, none of them before
-    min_tokens, or the request's own ``stop_condition``, whose exceptions are raised to the caller. ``"length"``:
-    max_tokens. All tokens stay in ``output.token_ids``, as in vLLM; ``output.final_text`` is the text before a stop
-    string or a stop token, or with it if include_stop_str_in_output.
+    ``"stop"``: an end-of-sequence token (unless ignore_eos) or a stop token, neither before min_tokens, a stop string
+    that lies in the text behind min_tokens, or the request's own ``stop_condition``, whose exceptions are raised to the
+    caller. ``"length"``: max_tokens. All tokens stay in ``output.token_ids``, as in vLLM; ``output.final_text`` is the
+    text before a stop string or a stop token, or with it if include_stop_str_in_output.
     """
     params = request.params
     num_output_tokens = request.num_output_tokens
@@ -58,7 +58,7 @@ def finish_reason(request: Request, token: int, eos_token_ids: Collection[int]) 
             if decode is not None and not params.include_stop_str_in_output:
                 request.output.final_text = decode(request.output.token_ids[:-1])
             return "stop"
-        if params.stop and _found_stop_string(request):
+        if params.stop and num_output_tokens > params.min_tokens and _found_stop_string(request):
             return "stop"
     if request.stop_condition is not None and request.stop_condition(request):
         return "stop"
@@ -69,7 +69,7 @@ def _found_stop_string(request: Request) -> bool:
     state = SamplingState.of(request)
     if state.stop_strings is None:
         assert request.output.decode is not None, "stop strings were not checked for a tokenizer"
-        state.stop_strings = StopStrings(request.params.stop, request.output.decode)
+        state.stop_strings = StopStrings(request.params.stop, request.output.decode, request.params.min_tokens)
     found = state.stop_strings.find(request.output.token_ids)
     if found is not None:
         text, start, end = found
@@ -78,11 +78,15 @@ def _found_stop_string(request: Request) -> bool:
 
 
 class StopStrings:
-    """Looks for texts in a growing output, wherever tokens split them; only its last tokens are decoded each time."""
+    """Looks for texts in a growing output, wherever tokens split them; only its last tokens are decoded each time.
 
-    def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+    What begins within the text of the first ``min_tokens`` tokens is passed over, so that this text is never cut.
+    """
+
+    def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str], min_tokens: int = 0) -> None:
         self._stop = stop
         self._decode = decode
+        self._min_tokens = min_tokens
         self._longest = max(map(len, stop))
         self._kept_tokens = self._longest + 8
         self._max_tokens = 2 * self._kept_tokens
@@ -102,21 +106,27 @@ class StopStrings:
         text = self._decode(token_ids[self._start :])
         self._num_tokens, self._text = len(token_ids), text
         found = self._search(before, text)
-        if found is not None and self._start > 0:
+        if found is not None and (self._start > 0 or self._min_tokens):
             text = self._decode(token_ids)
-            found = self._search(self._decode(token_ids[:-1]), text)
+            found = self._search(self._decode(token_ids[:-1]), text, self._end_of_least(token_ids, text))
         if found is not None:
             return text, *found
         if len(token_ids) - self._start > self._max_tokens:
             self._cut_window(token_ids)
         return None
 
-    def _search(self, before: str, text: str) -> tuple[int, int] | None:
+    def _end_of_least(self, token_ids: Sequence[int], text: str) -> int:
+        """Where in ``text`` what the first ``min_tokens`` tokens spelt ends, the character that they began included."""
+        if not self._min_tokens:
+            return 0
+        least = self._decode(token_ids[: self._min_tokens])
+        end = _unchanged(least, text)
+        return end + least[end:].startswith(_REPLACEMENT)
+
+    def _search(self, before: str, text: str, first: int = 0) -> tuple[int, int] | None:
         # The last token may also have changed the end of what was there: half a character, a space before a comma.
-        unchanged = len(before)
-        while not text.startswith(before[:unchanged]):
-            unchanged -= 1
-        starts = [(text.find(stop, max(0, unchanged - len(stop) + 1)), stop) for stop in self._stop]
+        unchanged = _unchanged(before, text)
+        starts = [(text.find(stop, max(first, unchanged - len(stop) + 1)), stop) for stop in self._stop]
         return min(((start, start + len(stop)) for start, stop in starts if start >= 0), default=None)
 
     def _cut_window(self, token_ids: Sequence[int]) -> None:
@@ -130,3 +140,11 @@ class StopStrings:
                 self._start, self._text, self._max_tokens = start, text, 2 * self._kept_tokens
                 return
         self._max_tokens = 2 * (len(token_ids) - self._start)
+
+
+def _unchanged(before: str, after: str) -> int:
+    """How many characters both texts begin with."""
+    count = len(before)
+    while not after.startswith(before[:count]):
+        count -= 1
+    return count

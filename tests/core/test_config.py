@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from paged_backend import EngineConfig
@@ -19,6 +20,14 @@ from paged_backend.errors import ConfigError
         ("block_size", 1.5),
         ("max_num_seqs", 0),
         ("max_num_seqs", "many"),
+        ("max_num_seqs", 10**9),
+        ("max_num_batched_tokens", 2**31),
+        ("max_model_len", 1),
+        ("max_model_len", 10**12),
+        ("max_waiting", 10**30),
+        ("seed", 10**30),
+        ("kv_cache_memory", "9" * 400 + "TiB"),
+        pytest.param("kv_cache_memory", 10**5000, id="kv_cache_memory-endless"),
         ("max_num_batched_tokens", -1),
         ("max_model_len", 0),
         ("max_waiting", 2.5),
@@ -35,8 +44,20 @@ from paged_backend.errors import ConfigError
     ],
 )
 def test_unusable_value_is_refused_by_the_fields_name(field, value):
-    with pytest.raises(ConfigError, match=field):
+    with pytest.raises(ConfigError, match=field) as caught:
         EngineConfig(**{field: value})
+    assert len(str(caught.value)) < 500
+
+
+def test_a_number_out_of_range_is_refused_with_the_range():
+    with pytest.raises(ConfigError, match="max_num_seqs must be an int from 1 to 16384, got 1000000000"):
+        EngineConfig(max_num_seqs=10**9)
+
+
+def test_numbers_of_numpy_are_taken_as_ints():
+    config = EngineConfig(max_num_seqs=np.int64(4), block_size=np.int32(8), kv_cache_memory=np.int64(4096))
+    assert config == EngineConfig(max_num_seqs=4, block_size=8, kv_cache_memory=4096)
+    assert type(config.max_num_seqs) is type(config.block_size) is int
 
 
 @pytest.mark.parametrize(

@@ -462,6 +462,21 @@ def test_engine_does_not_keep_the_users_model_alive():
     assert engine.generate([[5, 6]], GREEDY)[0].finish_reason == "length"
 
 
+def test_neither_outputs_nor_anything_of_its_own_keep_a_dropped_engine_and_its_cache():
+    model = make_tiny("llama")
+    engine = Engine(model)
+    outputs = engine.generate([[5, 6]], GREEDY)
+    gone = [weakref.ref(engine), weakref.ref(engine.runner.kv_cache)]
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+    assert outputs[0].text == ""
+
+
 def test_changed_weights_are_used_by_the_next_request():
     model = make_tiny("llama")
     engine = Engine(model)

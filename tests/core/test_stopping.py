@@ -132,10 +132,30 @@ def test_the_beginning_of_a_stop_text_ends_nothing() -> None:
 def test_a_stop_text_before_min_tokens_is_passed_over_for_good() -> None:
     tokenizer = byte_level_bpe()
     ids = tokenizer.encode("XY one XY two XY three", add_special_tokens=False)
-    second = tokenizer.encode("XY one XY", add_special_tokens=False)
-    request = make_request(tokenizer, stop="XY", min_tokens=len(second) - 1)
+    least = tokenizer.encode("XY one", add_special_tokens=False)
+    request = make_request(tokenizer, stop="XY", min_tokens=len(least))
     assert run(request, ids)[-1] == "stop"
     assert request.output.text == "XY one "
+
+
+@pytest.mark.parametrize("text", ["one XY two XY three", "日本XY語XY", "XYXY"])
+def test_a_stop_text_that_begins_before_min_tokens_is_passed_over_for_good(text: str) -> None:
+    tokenizer = byte_level_bpe()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    count = next(n for n in range(len(ids)) if "X" in tokenizer.decode(ids[:n]))
+    assert "XY" not in tokenizer.decode(ids[:count])
+    request = make_request(tokenizer, stop="XY", min_tokens=count)
+    assert run(request, ids)[-1] == "stop"
+    assert request.output.text == text[: text.rindex("XY")]
+
+
+def test_a_stop_character_that_min_tokens_cuts_in_half_is_passed_over() -> None:
+    tokenizer = byte_level_bpe()
+    ids = tokenizer.encode("a本b本", add_special_tokens=False)
+    count = next(n for n in range(len(ids)) if "\ufffd" in tokenizer.decode(ids[:n]))
+    request = make_request(tokenizer, stop="本", min_tokens=count)
+    assert run(request, ids)[-1] == "stop"
+    assert request.output.text == "a本b"
 
 
 def test_a_lost_sampling_state_loses_no_stop_text() -> None:
@@ -164,11 +184,15 @@ def test_stop_texts_agree_with_looking_through_the_whole_text_each_time(data: st
     request = make_request(tokenizer, stop=stop, min_tokens=min_tokens, max_tokens=10**6)
     reasons = run(request, ids)
 
-    for count in range(max(min_tokens, 1), len(ids) + 1):
-        whole, before = tokenizer.decode(ids[:count]), tokenizer.decode(ids[: count - 1])
+    for count in range(min_tokens + 1, len(ids) + 1):
+        whole, before, least = (tokenizer.decode(ids[:n]) for n in (count, count - 1, min_tokens))
         while not whole.startswith(before):
             before = before[:-1]
-        starts = [whole.find(text, max(0, len(before) - len(text) + 1)) for text in stop]
+        half = not whole.startswith(least)
+        while not whole.startswith(least):
+            least = least[:-1]
+        first = len(least) + half
+        starts = [whole.find(text, max(first, len(before) - len(text) + 1)) for text in stop]
         if any(start >= 0 for start in starts):
             assert reasons == [None] * (count - 1) + ["stop"]
             assert request.output.text == whole[: min(start for start in starts if start >= 0)]

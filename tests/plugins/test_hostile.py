@@ -18,8 +18,8 @@ from paged_backend import Engine, SamplingParams, hookimpl
 from paged_backend.errors import EngineClosed, PluginError
 from paged_backend.plugins.eviction import Lru
 from paged_backend.plugins.fifo import Fifo
-from paged_backend.policies import RequestView
-from paged_backend.policy_errors import SLOW_S
+from paged_backend.policies import RequestView, SchedulingPolicy
+from paged_backend.policy_errors import BLOCKED_S, SLOW_S
 from paged_backend.request import RequestState
 
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -342,6 +342,7 @@ CALLS = {
     "generate": lambda engine: engine.generate([[5, 6, 7]], GREEDY),
     "weights_changed": lambda engine: engine.weights_changed(),
     "pin_prefix": lambda engine: engine.pin_prefix([5] * 8),
+    "fit": lambda engine: engine.fit([5]),
 }
 
 
@@ -372,40 +373,51 @@ for _hook in ("request_added", "request_preempted", "request_finished"):
 # Taking its time.
 
 
-def slowly(self, *args: Any) -> Any:
-    if not self.__dict__.get("slept"):
-        self.slept = True
-        time.sleep(1.5 * SLOW_S)
-    return Fifo.candidates(self, *args)
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
 
 
-scheduler("sleeps", "candidates (slow)", candidates=slowly)
+def once(function: Callable[[], None]) -> Callable[[], None]:
+    calls = iter([function])
+    return lambda: next(calls, lambda: None)()
 
 
-@kind("sleeps between candidates", "candidates (slow)")
-def _sleeps_between() -> dict[str, Any]:
-    slept = []
+def hesitating(hesitate: Callable[[], None]) -> SchedulingPolicy:
+    def candidates(self, now):
+        hesitate()
+        return Fifo.candidates(self, now)
+
+    return type("Hostile", (Fifo,), {"candidates": candidates})()
+
+
+@kind("computes for long", "candidates (slow)")
+def _computes() -> dict[str, Any]:
+    return {"scheduler": hesitating(once(lambda: compute(1.5 * SLOW_S)))}
+
+
+@kind("sleeps for very long", "candidates (slow)")
+def _sleeps() -> dict[str, Any]:
+    return {"scheduler": hesitating(once(lambda: time.sleep(1.1 * BLOCKED_S)))}
+
+
+@kind("computes between candidates", "candidates (slow)")
+def _computes_between() -> dict[str, Any]:
+    hesitate = once(lambda: compute(1.5 * SLOW_S))
 
     def candidates(self, now):
         for view in Fifo.candidates(self, now):
-            if not slept:
-                slept.append(True)
-                time.sleep(1.5 * SLOW_S)
+            hesitate()
             yield view
 
     return {"scheduler": type("Hostile", (Fifo,), {"candidates": candidates})()}
 
 
-@kind("observer sleeps", "step_finished (slow)")
-def _observer_sleeps() -> dict[str, Any]:
-    slept = []
-
-    def step_finished() -> None:
-        if not slept:
-            slept.append(True)
-            time.sleep(1.5 * SLOW_S)
-
-    return {"plugins": [SimpleNamespace(step_finished=hookimpl(step_finished))]}
+@kind("observer computes for long", "step_finished (slow)")
+def _observer_computes() -> dict[str, Any]:
+    hesitate = once(lambda: compute(1.5 * SLOW_S))
+    return {"plugins": [SimpleNamespace(step_finished=hookimpl(lambda: hesitate()))]}
 
 
 # Eviction.
@@ -491,6 +503,13 @@ def test_no_token_changes_no_block_is_lost_and_the_culprit_is_named_once(name, m
     named = Counter(record.args[0] for record in caplog.records if record.name == "paged_backend")
     assert named == dict.fromkeys(errors, 1)
     engine.close()
+
+
+def test_policy_that_waits_for_the_machine_but_computes_little_is_not_called_slow(model, prompts, expected):
+    engine = Engine(model, clock=Clock(), scheduler=hesitating(once(lambda: time.sleep(2 * SLOW_S))), **PRESSURE)
+    tokens, _ = serve(engine, prompts)
+    assert tokens == expected
+    assert engine.stats().policy_errors == {}
 
 
 # One kind for each way to be blamed; what strict_policies does with it is the same for all.
