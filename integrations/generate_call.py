@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from paged_backend import EngineConfig
-from paged_backend.errors import ConfigError, UnsupportedCall
+from paged_backend.errors import ConfigError, RequestRefused, UnsupportedCall
 
 CACHE_IMPLS = ("paged",)
 
@@ -48,8 +50,8 @@ class GenerateCall:
         ``cache_impl`` and ``paged_config`` are taken from the arguments, from ``generation_config`` among them, or from
         ``model.generation_config``, in this order; ``cache_impl=None`` as an argument asks for stock.
 
-        Raises ConfigError for values that mean nothing, and UnsupportedCall for a kind of generation that the engine
-        does not do.
+        Raises ConfigError for values that mean nothing, UnsupportedCall for a kind of generation that the engine does
+        not do, and RequestRefused for inputs without a prompt.
         """
         cache_impl = _setting("cache_impl", model, arguments)
         given = arguments.get("paged_config")
@@ -67,6 +69,7 @@ class GenerateCall:
             )
         call = cls(model, _setting("paged_config", model, arguments))
         _refuse_other_kinds(model, arguments)
+        _check_shapes(arguments)
         return call
 
 
@@ -119,3 +122,23 @@ def _refuse_other_kinds(model: Any, arguments: Mapping[str, Any]) -> None:
     # One that a config brings along changes no result, and many checkpoints do; one in the call is a contradiction.
     if arguments.get("cache_implementation") is not None:
         raise refuse(f"cache_implementation={arguments['cache_implementation']!r} (another cache)")
+
+
+def _check_shapes(arguments: Mapping[str, Any]) -> None:
+    """Raise where no row is given, or a mask that is not of the inputs, before stock makes something else of them."""
+    given = (arguments.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
+    inputs = next((value for value in given if value is not None), None)
+    # Stock has its own words for what is no batch at all.
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        return
+    if len(inputs) == 0:
+        raise RequestRefused(f"inputs of shape {tuple(inputs.shape)} hold no prompt; give at least one row")
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return
+    shape = tuple(inputs.shape[:2])
+    # One row that hides nothing goes for all in stock.
+    if mask.shape != shape and not (mask.shape == (1, shape[1]) and bool((mask == 1).all())):
+        raise refuse(
+            f"an attention_mask of shape {tuple(mask.shape)} for inputs of {shape}", "give both the same shape"
+        )

@@ -24,7 +24,8 @@ _current: ContextVar[GenerateCall | None] = ContextVar("paged_backend_generate_c
 def install() -> None:
     """Make ``cache_impl="paged"`` and ``paged_config`` arguments of every transformers model's ``generate``.
 
-    Calls without them run stock code as before. Installing twice is installing once; ``uninstall`` undoes it.
+    Calls without them run stock code as before. The patches are the process's: every thread and library gets them, they
+    are not counted, and installing twice is installing once.
     """
     global _patches
     with _lock:
@@ -37,8 +38,8 @@ def install() -> None:
 def uninstall() -> None:
     """Give ``generate`` back exactly as it was before ``install``; does nothing when it is not installed.
 
-    Where another library has patched the same function since, its patch stays, with a RuntimeWarning, and ours below it
-    lets every call through.
+    Once undoes any number of ``install``, whoever made them. Where another library has patched the same function since,
+    its patch stays, with a RuntimeWarning, and ours below it lets every call through.
     """
     global _patches
     with _lock:
@@ -50,7 +51,8 @@ def uninstall() -> None:
 def release(model: Any) -> None:
     """Free the engines, and with them the memory, that ``generate`` keeps for ``model`` or for a model inside it.
 
-    They are freed with the model anyway, and made anew by the next call. Calls that still run are finished first.
+    They are freed with the model anyway, and made anew by the next call, from the weights as they are then. Calls that
+    still run are finished first.
     """
     release_engines(model)
 

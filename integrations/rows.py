@@ -43,10 +43,10 @@ class Row:
 
 
 def split_rows(input_ids: Tensor, attention_mask: Tensor | None, inputs_embeds: Tensor | None = None) -> list[Row]:
-    """The rows of ``input_ids`` ([B, L]), without the padding on their left that the mask ([B, L] or None) tells.
+    """The rows of ``input_ids`` ([B, L]), without the padding on their left that the mask ([B or 1, L]) tells.
 
-    With ``inputs_embeds`` ([B, E, D]) the mask is [B, E], and ``input_ids`` are only shown. Raises UnsupportedCall for
-    a mask that hides anything else.
+    With ``inputs_embeds`` ([B, E, D]) the mask is [B or 1, E], and ``input_ids`` are only shown. Raises UnsupportedCall
+    for a mask that hides anything else.
     """
     if input_ids.dim() != 2 or input_ids.is_floating_point():
         raise refuse(f"{input_ids.dtype} input_ids of shape {tuple(input_ids.shape)}", "give [rows, tokens] integers")
@@ -54,12 +54,8 @@ def split_rows(input_ids: Tensor, attention_mask: Tensor | None, inputs_embeds: 
     if attention_mask is None:
         lengths = [length] * num_rows
     else:
-        if attention_mask.shape != (num_rows, length):
-            raise refuse(
-                f"an attention_mask of shape {tuple(attention_mask.shape)} for inputs of {(num_rows, length)}",
-                "give both the same shape",
-            )
-        lengths = [_prompt_length(row, mask) for row, mask in enumerate((attention_mask != 0).tolist())]
+        shown = (attention_mask != 0).expand(num_rows, length)
+        lengths = [_prompt_length(row, mask) for row, mask in enumerate(shown.tolist())]
     tokens = input_ids.tolist()
     rows = []
     for row, kept in enumerate(lengths):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,6 +27,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+import paged_backend
 from paged_backend import EngineConfig
 from paged_backend.errors import (
     ConfigError,
@@ -372,6 +374,30 @@ def test_padding_on_the_right_and_masks_with_holes_are_refused_by_name(llama):
         paged(llama, {**RAGGED, "attention_mask": mask})
 
 
+def test_a_mask_of_another_shape_and_a_batch_without_rows_are_refused_with_the_numbers(llama):
+    ids = left_padded([5, 5])["input_ids"]
+    for shape in ((2, 3), (2, 8), (3, 5)):
+        for filled in (torch.ones, torch.zeros):
+            mask = filled(shape, dtype=torch.long)
+            mask[:, -1] = 1
+            with pytest.raises(UnsupportedCall, match=re.escape(f"{shape} for inputs of (2, 5)")):
+                paged(llama, {"input_ids": ids, "attention_mask": mask})
+    embeds = torch.zeros(2, 5, 64)
+    with pytest.raises(UnsupportedCall, match=re.escape("(2, 4) for inputs of (2, 5)")):
+        paged(llama, {"inputs_embeds": embeds, "attention_mask": torch.ones(2, 4)})
+    for name, nothing in (("input_ids", ids[:0]), ("inputs", ids[:0]), ("inputs_embeds", embeds[:0])):
+        with pytest.raises(RequestRefused, match=re.escape(f"{tuple(nothing.shape)} hold no prompt")):
+            paged(llama, {name: nothing})
+
+
+def test_a_mask_of_one_row_that_hides_nothing_goes_for_all_rows_as_in_stock(llama):
+    inputs = {"input_ids": left_padded([12, 12])["input_ids"], "attention_mask": torch.ones(1, 12, dtype=torch.long)}
+    assert_equals_stock(llama, inputs, **LENGTH)
+    inputs["attention_mask"][0, 0] = 0
+    with pytest.raises(UnsupportedCall, match=re.escape("(1, 12) for inputs of (2, 12)")):
+        paged(llama, inputs)
+
+
 def test_a_pad_token_inside_a_prompt_without_a_mask_is_refused_with_the_way_out(llama):
     ids = left_padded([9, 9])["input_ids"]
     ids[1, 4] = 0
@@ -427,6 +453,20 @@ def test_weights_changed_in_place_are_followed_at_once(fresh):
     after_step = assert_equals_stock(fresh, RAGGED, **LENGTH)
     results = [before, after_add, after_data_add, after_step]
     assert len({tuple(result.flatten().tolist()) for result in results}) == 4
+
+
+def test_release_makes_a_small_edit_through_data_known(fresh):
+    before = paged(fresh)
+    weight = fresh.model.layers[1].mlp.down_proj.weight
+    weight.data[7, 5] = 40.0
+    paged_backend.release(fresh)
+    after = assert_equals_stock(fresh, RAGGED, **LENGTH)
+    with torch.no_grad():
+        weight[7, 5] = 0.0
+        weight[9, 3] = -40.0
+    # No release: an in-place operation counts the version up.
+    in_place = assert_equals_stock(fresh, RAGGED, **LENGTH)
+    assert len({tuple(result.flatten().tolist()) for result in (before, after, in_place)}) == 3
 
 
 def test_a_replaced_weight_is_followed_at_once(fresh):

@@ -6,7 +6,15 @@ import copy
 
 import pytest
 import torch
-from stock_equality import LENGTH, RAGGED, assert_same_scores, left_padded, paged, tokens_drawn_early
+from stock_equality import (
+    LENGTH,
+    RAGGED,
+    assert_same_cache,
+    assert_same_scores,
+    left_padded,
+    paged,
+    tokens_drawn_early,
+)
 from tiny_models import make_tiny
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -38,18 +46,6 @@ def assert_same_output(ours, stocks):
     assert ours.attentions is stocks.attentions is None
     assert ours.hidden_states is stocks.hidden_states is None
     assert_same_cache(ours.cache, stocks.cache)
-
-
-def assert_same_cache(ours, stocks):
-    """Equal in kind and in all that they hold, padding included."""
-    assert type(ours) is type(stocks)
-    if stocks is None:
-        return
-    assert ours.get_seq_length() == stocks.get_seq_length()
-    for mine, theirs in zip(ours.layers, stocks.layers, strict=True):
-        assert type(mine) is type(theirs)
-        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(mine.values, theirs.values, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["to the end", "rows end early"])

@@ -59,6 +59,14 @@ def test_installing_twice_is_installing_once():
     assert patched_functions() != once
 
 
+def test_one_uninstall_undoes_any_number_of_installs(llama):
+    for _ in range(3):
+        paged_backend.install()
+    paged_backend.uninstall()
+    with pytest.raises(ValueError, match="cache_impl"):
+        paged(llama)
+
+
 def test_uninstall_restores_the_very_functions_and_can_be_repeated():
     installed = patched_functions()
     paged_backend.uninstall()

@@ -98,3 +98,15 @@ def assert_same_scores(paged: Sequence[Tensor] | None, stock: Sequence[Tensor] |
     for mine, theirs in zip(paged, stock, strict=True):
         assert mine.dtype == theirs.dtype == torch.float32
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
+
+
+def assert_same_cache(paged: Any, stock: Any) -> None:
+    """Caches equal in kind and in all that they hold, padding included, but for rounding; or both None."""
+    assert type(paged) is type(stock)
+    if stock is None:
+        return
+    assert paged.get_seq_length() == stock.get_seq_length()
+    for mine, theirs in zip(paged.layers, stock.layers, strict=True):
+        assert type(mine) is type(theirs)
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(mine.values, theirs.values, rtol=1e-4, atol=1e-3)

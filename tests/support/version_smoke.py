@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from oracle import assert_greedy, draw_prompts, stock_greedy
-from stock_equality import assert_equals_stock, left_padded
+from stock_equality import assert_equals_stock, assert_same_cache, left_padded
 from tiny_models import make_tiny
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -43,15 +43,9 @@ def check_cache(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict
     """Compare what the returned caches hold after tokens and after embeddings."""
     embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
     for given in (inputs, {**inputs, "input_ids": None, "inputs_embeds": embeds}):
-        stock = cache_of(model.generate(**given, **options))
-        paged = cache_of(model.generate(**given, **options, cache_impl="paged"))
-        for theirs, ours in zip(stock.layers, paged.layers, strict=True):
-            torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-3)
-            torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-3)
-
-
-def cache_of(output: Any) -> Any:
-    return output["cache"] if "cache" in output else output["past_key_values"]
+        stock, paged = (model.generate(**given, **options, cache_impl=which) for which in (None, "paged"))
+        name = "cache" if "cache" in stock else "past_key_values"
+        assert_same_cache(paged[name], stock[name])
 
 
 def main() -> None:
