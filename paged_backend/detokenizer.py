@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _REPLACEMENT = "\ufffd"
@@ -28,6 +28,7 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Any, hold_back: Iterable[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._lock = tokenizer_lock(tokenizer)
+        self._decode_all = _decoder(tokenizer)
         self._byte_ids = _byte_ids(tokenizer)
         self._special_ids = set(tokenizer.all_special_ids)
         self._held_back = tuple(hold_back)
@@ -51,7 +52,8 @@ class IncrementalDetokenizer:
             return ""
         text = self._decode(self._window)
         end = len(text) - text.endswith(_REPLACEMENT)
-        end -= _open_suffix(text[:end], self._held_back)
+        if self._held_back:
+            end -= _open_suffix(text[:end], self._held_back)
         piece = text[self._num_done : end]
         self._num_done += len(piece)
         self._num_chars += len(piece)
@@ -77,8 +79,19 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         with self._lock:
-            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+            return self._decode_all(token_ids, skip_special_tokens=True)
+
+
+def _decoder(tokenizer: Any) -> Callable[..., str]:
+    """``tokenizer.decode``; where nobody overrode it, what it ends in for a list of tokens, a third of the time."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    methods = (tokenizer.decode, getattr(tokenizer, "_decode", None))
+    stock = [PreTrainedTokenizerBase.decode, getattr(PreTrainedTokenizerFast, "_decode", "gone")]
+    is_stock = [getattr(method, "__func__", None) for method in methods] == stock
+    cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+    decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if is_stock and not cleans_up else tokenizer.decode
+    return decode
 
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()

@@ -51,6 +51,8 @@ class EngineThread:
         self._error: EngineClosed | None = None
         self._num_torch_threads = torch.get_num_threads()
         self.ended: Future[None] = _uncancellable()
+        self._wakes = Wakes()
+        self._ident: int | None = None
         self._thread = threading.Thread(target=self._run, name="paged-backend-engine", daemon=True)
         _engine_threads.add(self)
         self._thread.start()
@@ -60,7 +62,7 @@ class EngineThread:
     @property
     def is_current(self) -> bool:
         """Whether the caller runs inside this thread, in a hook or a processor."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._ident
 
     @property
     def is_closing(self) -> bool:
@@ -138,6 +140,7 @@ class EngineThread:
     # For the thread alone
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
         failure: BaseException | None = None
         try:
             self._take_settings()
@@ -161,16 +164,16 @@ class EngineThread:
 
     def _goes_on(self) -> bool:
         """Run the commands that came, after a sleep if there is nothing else to do; False when the end has come."""
-        try:
-            seconds = self._seconds_to_sleep()
-            command = self._inbox.get(block=seconds != 0, timeout=seconds)
-            # No more than are there now, so that a flood of commands does not keep the steps from running.
-            for _ in range(self._inbox.qsize()):
+        if self._inbox.empty() and (seconds := self._seconds_to_sleep()) != 0:
+            try:
+                command = self._inbox.get(timeout=seconds)
+            except Empty:
+                pass
+            else:
                 command()
-                command = self._inbox.get()
-            command()
-        except Empty:
-            pass
+        # No more than are there now, so that a flood of commands does not keep the steps from running.
+        for _ in range(self._inbox.qsize()):
+            self._inbox.get()()
         return not self._is_closing or (not self._at_once and bool(self._tickets))
 
     def _seconds_to_sleep(self) -> float | None:
@@ -192,9 +195,8 @@ class EngineThread:
             self.engine.enqueue(request)
         except Exception as error:
             self._drop(ticket)
-            wakes = Wakes()
-            ticket.fail(error, wakes)
-            wakes.send()
+            ticket.fail(error, self._wakes)
+            self._wakes.send()
         finally:
             with self._lock:
                 self._num_on_their_way -= 1
@@ -221,14 +223,13 @@ class EngineThread:
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Tell the readers of a step's outputs."""
-        wakes = Wakes()
         for output in outputs:
             ticket = self._tickets.get(output.request_id)
             if ticket is not None:
-                ticket.publish(output, wakes)
+                ticket.publish(output, self._wakes)
                 if ticket.is_over:
                     self._drop(ticket)
-        wakes.send()
+        self._wakes.send()
 
     def _drop(self, ticket: Ticket) -> None:
         with self._lock:
@@ -256,13 +257,14 @@ class EngineThread:
             except Exception:
                 logger.exception("the engine could not be tidied up")
         self._tickets.clear()
+        # Another thread may be given the same one now.
+        self._ident = None
         self.ended.set_result(None)
 
     def _tell_all(self, error: EngineClosed) -> None:
-        wakes = Wakes()
         for ticket in self._tickets.values():
-            ticket.fail(error, wakes)
-        wakes.send()
+            ticket.fail(error, self._wakes)
+        self._wakes.send()
 
     def _forked(self) -> None:
         """In the child of a fork this thread does not exist, and its locks may be held for ever."""

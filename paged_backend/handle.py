@@ -74,12 +74,14 @@ class Handle:
         ``timeout_s``, is a result: its ``finish_reason`` says so.
         """
         ticket = self._ticket
-        sleep_until(ticket, ticket.waiting_for_end, lambda: ticket.is_over, timeout)
+        if not ticket.is_over:
+            sleep_until(ticket, ticket.waiting_for_end, lambda: ticket.is_over, timeout)
         return self._outcome()
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         ticket = self._ticket
-        yield from await_until(ticket, ticket.waiting_for_end, lambda: ticket.is_over).__await__()
+        if not ticket.is_over:
+            yield from await_until(ticket, ticket.waiting_for_end, lambda: ticket.is_over).__await__()
         return self._outcome()
 
     def __iter__(self) -> DeltaStream:
@@ -117,28 +119,24 @@ class DeltaStream:
         self._ticket = ticket = handle._ticket
         count = len(ticket.outputs)
         self._num_taken = [0] * count
-        self._done = [False] * count
         self._detokenizers: list[IncrementalDetokenizer | None] = [None] * count
-        self._turn = 0
+        # The samples whose last delta is still to come, in the order of their turns.
+        self._open = list(range(count))
 
     def __iter__(self) -> DeltaStream:
         return self
 
     def __next__(self) -> Delta:
-        sleep_until(self._ticket, self._ticket.waiting_for_news, self._has_news)
-        delta = self._take()
-        if delta is None:
-            raise StopIteration
+        while (delta := self._take(StopIteration)) is None:
+            sleep_until(self._ticket, self._ticket.waiting_for_news, self._has_news)
         return delta
 
     def __aiter__(self) -> DeltaStream:
         return self
 
     async def __anext__(self) -> Delta:
-        await await_until(self._ticket, self._ticket.waiting_for_news, self._has_news)
-        delta = self._take()
-        if delta is None:
-            raise StopAsyncIteration
+        while (delta := self._take(StopAsyncIteration)) is None:
+            await await_until(self._ticket, self._ticket.waiting_for_news, self._has_news)
         return delta
 
     def close(self) -> None:
@@ -153,34 +151,38 @@ class DeltaStream:
         self._ticket.cancel()
 
     def _has_news(self) -> bool:
-        return self._ticket.is_over or any(self._is_ready(index) for index in range(len(self._done)))
-
-    def _is_ready(self, index: int) -> bool:
         ticket = self._ticket
-        return not self._done[index] and (ticket.ended[index] or ticket.num_tokens[index] > self._num_taken[index])
+        for index in self._open:
+            if ticket.num_tokens[index] > self._num_taken[index] or ticket.ended[index]:
+                return True
+        return ticket.is_over
 
-    def _take(self) -> Delta | None:
-        """A delta that is there; None after the last one."""
-        count = len(self._done)
-        for index in ((self._turn + offset) % count for offset in range(count)):
-            if self._is_ready(index):
-                self._turn = index + 1
-                return self._delta(index)
-        error, ticket = self._ticket.error, self._ticket
+    def _take(self, end: type[Exception]) -> Delta | None:
+        """A delta, None if none is there yet; after the last one it raises what went wrong, or ``end``."""
+        ticket = self._ticket
+        # Looked at first, for the thread that writes leaves the tokens before the error.
+        error = ticket.error
+        for index in self._open:
+            # In this order: that thread sets the end last.
+            ended, num_tokens = ticket.ended[index], ticket.num_tokens[index]
+            if ended or num_tokens > self._num_taken[index]:
+                self._open.remove(index)
+                if not ended:
+                    self._open.append(index)
+                return self._delta(index, num_tokens, ended)
         if error is not None:
             raise error.with_traceback(None)
+        if self._open:
+            return None
         for output in ticket.outputs:
             if output.finish_reason == "error":
                 raise _failure(output, output.error)
-        return None
+        raise end
 
-    def _delta(self, index: int) -> Delta:
+    def _delta(self, index: int, num_tokens: int, ended: bool) -> Delta:
         ticket, output = self._ticket, self._ticket.outputs[index]
-        # Read in this order: the thread that writes sets the end last.
-        ended = ticket.ended[index]
-        start, end = self._num_taken[index], ticket.num_tokens[index]
-        token_ids = output.token_ids[start:end]
-        self._num_taken[index], self._done[index] = end, ended
+        token_ids = output.token_ids[self._num_taken[index] : num_tokens]
+        self._num_taken[index] = num_tokens
         try:
             text = self._text(index, token_ids, ended) if ticket.tokenizer is not None else ""
         except Exception as error:

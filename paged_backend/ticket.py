@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
     from paged_backend.request import Request, RequestOutput
 
 logger = logging.getLogger("paged_backend")
+
+# Who is to be told: a task by its future, anything else by a call.
+Waiter = Callable[[], object] | asyncio.Future[None]
 
 
 class Ticket:
@@ -36,8 +38,8 @@ class Ticket:
         self.ended = [False] * len(self.outputs)
         self.error: Exception | None = None
         self.is_over = False
-        self.waiting_for_news: deque[_Waiter] = deque()
-        self.waiting_for_end: deque[_Waiter] = deque()
+        self.waiting_for_news: deque[Waiter] = deque()
+        self.waiting_for_end: deque[Waiter] = deque()
 
     @property
     def request_id(self) -> str:
@@ -49,10 +51,11 @@ class Ticket:
             self.engine_thread.cancel(self)
 
     def publish(self, output: RequestOutput, wakes: Wakes) -> None:
-        """Show readers what ``output`` came to; those to be woken join ``wakes``."""
-        self.num_tokens[output.index] = len(output.token_ids)
-        if output.finished:
-            self.ended[output.index] = True
+        """Show readers what ``output`` came to; tasks to be woken join ``wakes``."""
+        index = output.index
+        self.num_tokens[index] = len(output.token_ids)
+        if output.finish_reason is not None:
+            self.ended[index] = True
             self.is_over = all(self.ended)
         self._wake(wakes)
 
@@ -65,116 +68,67 @@ class Ticket:
     def _wake(self, wakes: Wakes) -> None:
         for waiters in (self.waiting_for_news, self.waiting_for_end) if self.is_over else (self.waiting_for_news,):
             while waiters:
-                waiters.popleft().wake(wakes)
+                waiter = waiters.popleft()
+                if callable(waiter):
+                    waiter()
+                else:
+                    wakes.setdefault(waiter.get_loop(), []).append((self, waiter))
 
 
-class Wakes:
+class Wakes(dict[asyncio.AbstractEventLoop, list[tuple[Ticket, asyncio.Future[None]]]]):
     """Tasks to be woken after a step: one call into each event loop, however many of its tasks have news."""
 
-    def __init__(self) -> None:
-        self._by_loop: dict[asyncio.AbstractEventLoop, list[_TaskWaiter]] = {}
-
-    def add(self, waiter: _TaskWaiter) -> None:
-        self._by_loop.setdefault(waiter.loop, []).append(waiter)
-
     def send(self) -> None:
-        for loop, waiters in self._by_loop.items():
+        """Wake them, and begin anew."""
+        for loop, waiting in self.items():
             try:
-                loop.call_soon_threadsafe(_resolve, waiters)
+                loop.call_soon_threadsafe(_resolve, waiting)
             except RuntimeError:
                 # The loop is closed, and its tasks are gone with it.
-                for waiter in waiters:
-                    waiter.ticket.cancel()
+                for ticket, _ in waiting:
+                    ticket.cancel()
+        self.clear()
 
 
-def _resolve(waiters: Iterable[_TaskWaiter]) -> None:
-    for waiter in waiters:
-        if not waiter.future.done():
-            waiter.future.set_result(None)
-
-
-class _ThreadWaiter:
-    """A thread that sleeps until it is woken."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def wake(self, wakes: Wakes) -> None:
-        self._lock.release()
-
-    def sleep(self, seconds: float | None) -> bool:
-        return self._lock.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX))
-
-
-class _TaskWaiter:
-    """A task of an event loop that awaits ``future``."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
-        self.loop = asyncio.get_running_loop()
-        self.future = self.loop.create_future()
-
-    def wake(self, wakes: Wakes) -> None:
-        wakes.add(self)
-
-
-class _Callback:
-    """A function to be called by the engine's thread."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-
-    def wake(self, wakes: Wakes) -> None:
-        try:
-            self._function()
-        except Exception:
-            logger.exception("a callback failed")
-
-
-_Waiter = _ThreadWaiter | _TaskWaiter | _Callback
+def _resolve(waiting: Iterable[tuple[Ticket, asyncio.Future[None]]]) -> None:
+    for _, future in waiting:
+        if not future.done():
+            future.set_result(None)
 
 
 def sleep_until(
-    ticket: Ticket, waiters: deque[_Waiter], is_there: Callable[[], bool], timeout: float | None = None
+    ticket: Ticket, waiters: deque[Waiter], is_there: Callable[[], bool], timeout: float | None = None
 ) -> None:
-    """Block this thread until ``is_there()``; DeadlineExceeded after ``timeout`` seconds.
+    """Block this thread until it is woken through ``waiters``, unless ``is_there()`` already.
 
-    Interrupted by anything else, it cancels the request.
+    Raises DeadlineExceeded after ``timeout`` seconds. Interrupted by anything else, it cancels the request.
     """
-    if is_there():
-        return
     if ticket.engine_thread.is_current:
         raise EngineClosed("the engine is in the middle of a step; what runs inside a step must not wait for it")
-    deadline = None if timeout is None else time.monotonic() + timeout
+    bell = threading.Lock()
+    bell.acquire()
+    waiters.append(bell.release)
     try:
-        while True:
-            waiter = _ThreadWaiter()
-            waiters.append(waiter)
-            if is_there():
-                return
-            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not waiter.sleep(seconds):
-                _forget(waiters, waiter)
-                raise DeadlineExceeded(f"request {ticket.request_id} is not over after {timeout} seconds")
-            if is_there():
-                return
-    except DeadlineExceeded:
-        raise
+        if is_there():
+            return
+        rang = bell.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX))
     except BaseException:
         ticket.cancel()
         raise
+    if not rang and _forget(waiters, bell.release):
+        raise DeadlineExceeded(f"request {ticket.request_id} is not over after {timeout} seconds")
 
 
-async def await_until(ticket: Ticket, waiters: deque[_Waiter], is_there: Callable[[], bool]) -> None:
-    """Suspend this task until ``is_there()``. Cancelled, it cancels the request."""
+async def await_until(ticket: Ticket, waiters: deque[Waiter], is_there: Callable[[], bool]) -> None:
+    """Suspend this task until it is woken through ``waiters``, unless ``is_there()`` already.
+
+    Cancelled, it cancels the request.
+    """
+    future = asyncio.get_running_loop().create_future()
+    waiters.append(future)
     try:
-        while not is_there():
-            waiter = _TaskWaiter(ticket)
-            waiters.append(waiter)
-            if is_there():
-                return
-            await waiter.future
+        if not is_there():
+            await future
     except BaseException:
         ticket.cancel()
         raise
@@ -182,13 +136,19 @@ async def await_until(ticket: Ticket, waiters: deque[_Waiter], is_there: Callabl
 
 def call_at_end(ticket: Ticket, function: Callable[[], object]) -> None:
     """Have ``function`` called once the request is over: by the engine's thread, or now if it is."""
-    waiter = _Callback(function)
-    ticket.waiting_for_end.append(waiter)
-    if ticket.is_over and _forget(ticket.waiting_for_end, waiter):
+
+    def call() -> None:
+        try:
+            function()
+        except Exception:
+            logger.exception("a callback failed")
+
+    ticket.waiting_for_end.append(call)
+    if ticket.is_over and _forget(ticket.waiting_for_end, call):
         function()
 
 
-def _forget(waiters: deque[_Waiter], waiter: _Waiter) -> bool:
+def _forget(waiters: deque[Waiter], waiter: Waiter) -> bool:
     """Take a waiter back; False if it was woken at the very last moment."""
     with suppress(ValueError):
         waiters.remove(waiter)

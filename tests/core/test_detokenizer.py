@@ -146,6 +146,24 @@ def test_invalid_bytes_without_end_stay_cheap() -> None:
     assert "".join(got) + detokenizer.finish() == tokenizer.decode([stray] * 300)
 
 
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+    stock = byte_level_bpe()
+
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *args: object, **options: object) -> str:
+            return super()._decode(*args, **options).upper()
+
+    tokenizer = Loud(tokenizer_object=stock.backend_tokenizer)
+    ids = stock.encode("quiet words", add_special_tokens=False)
+    assert "".join(pieces_of(stock, ids)) == "quiet words"
+    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids) == "QUIET WORDS"
+    stock.decode = lambda token_ids, **options: "mine"[: len(token_ids)]  # type: ignore[method-assign]
+    try:
+        assert "".join(pieces_of(stock, [5, 6, 7, 8])) == "mine"
+    finally:
+        del stock.decode
+
+
 def test_threads_that_hold_the_lock_share_a_tokenizer() -> None:
     tokenizer = byte_level_bpe()
     text = SENTENCES[0] * 5
