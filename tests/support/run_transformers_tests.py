@@ -256,6 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(test.line())
         print(f"{path}: {totals(own)}\n")
     print(f"all: {totals(tests)}")
+    calls = sum((test.refusals for test in tests), Counter({"served": sum(test.num_served for test in tests)}))
+    for what, count in calls.most_common():
+        print(f"{count:5} calls  {what if what == 'served' else f'refused: {what}'}")
     for text in broken:
         print(f"not collected: {text}")
     if any(test.counts and test.result == FAILED for test in tests):
