@@ -1,0 +1,67 @@
+"""The comparison with other engines runs them in processes of their own, and counts what they give."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import save_tiny
+
+from paged_backend.kernels import triton_support
+
+if triton_support.interpreted:
+    pytest.skip("has nothing to do with kernels that are interpreted", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).parents[2] / "kernels" / "bench"))
+import bench_engines
+
+WORK = {
+    "ragged": [{"prompt": [5, 6, 7], "max_new_tokens": 6}, {"prompt": [8, 9, 10, 11, 12], "max_new_tokens": 3}],
+    "single": [{"prompt": [13, 14], "max_new_tokens": 4}],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engines")
+    save_tiny(folder / "smollm2")
+    return folder
+
+
+def run_on_a_core(engine, folder, work):
+    return bench_engines.run(engine, folder, work, cores="0", threads=1, dtype="float32")
+
+
+@pytest.mark.slow
+def test_every_engine_of_this_environment_gives_the_tokens_that_stock_gives(folder):
+    stock = run_on_a_core("stock", folder, WORK)
+    assert [len(row) for row in stock["ragged"]["tokens"]] == [6, 3]
+    for engine in ("paged", "continuous"):
+        results = run_on_a_core(engine, folder, WORK)
+        assert {name: result["tokens"] for name, result in results.items()} == {
+            name: result["tokens"] for name, result in stock.items()
+        }
+        assert all(result["first_s"] > 0 and result["seconds"] > 0 for result in results.values())
+
+
+def test_an_engine_that_fails_ends_the_comparison_with_what_it_said(tmp_path):
+    with pytest.raises(SystemExit, match="stock failed with 1"):
+        run_on_a_core("stock", tmp_path, WORK)
+
+
+def test_decode_rates_leave_out_the_first_tokens_and_their_time():
+    result = {"first_s": 2.0, "seconds": 4.0, "tokens": [[1] * 5, [1] * 5]}
+    assert bench_engines.rates(result) == {"whole": 2.5, "decode": 4.0}
+
+
+def test_the_table_gives_medians_and_ratios_of_the_same_round(monkeypatch, capsys):
+    seconds = iter([1.0, 4.0, 2.0, 2.0, 1.0, 8.0])
+
+    def run(engine, folder, workloads, *pinned):
+        return {"single": {"first_s": 0.0, "seconds": next(seconds), "tokens": [[1, 2, 3, 4]]}}
+
+    monkeypatch.setattr(bench_engines, "run", run)
+    monkeypatch.setattr(sys, "argv", ["bench_engines.py", "x", "--engines", "paged", "stock", "--workloads", "single"])
+    bench_engines.main()
+    assert "| single | stock | whole 1.0 (4.00x) | decode 0.8 (4.00x) | 100% of" in capsys.readouterr().out
