@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from paged_backend.block_manager import BlockManager
 from paged_backend.config import EngineConfig
-from paged_backend.errors import ConfigError, EngineClosed, PluginError, QueueFull
+from paged_backend.errors import ConfigError, PluginError, QueueFull
+from paged_backend.exclusive import Exclusive, alone
 from paged_backend.intake import Intake, Params, Prompt, admit_by_hook, as_prompts, check_model, check_tokenizer
 from paged_backend.lockstep import HeldRows
 from paged_backend.memory_report import explain_memory
@@ -24,18 +25,19 @@ from paged_backend.plugin_manager import PluginManager
 from paged_backend.policy_errors import PolicyErrors, describe
 from paged_backend.policy_guard import PolicyGuard
 from paged_backend.prefix_pins import PrefixPins
+from paged_backend.pretrained import load_pretrained
 from paged_backend.request import Request, RequestOutput
 from paged_backend.request_options import RequestOptions, check_text
 from paged_backend.request_table import RequestTable
 from paged_backend.sampler import Sampler
 from paged_backend.scheduler import Scheduler
+from paged_backend.served_model import ServedModel
 from paged_backend.stats import EngineStats, StatsRecorder, Stopwatch
 from paged_backend.stopping import eos_token_ids_of
-from paged_backend.turn import Turn, alone
 from paged_backend.twin import Twin
 
 
-class Engine:
+class Engine(Exclusive):
     """Runs requests for one model through one continuously changing batch, for one thread at a time.
 
     model: a decoder-only transformers model; it is never changed, and may be used at the same time.
@@ -69,6 +71,7 @@ class Engine:
         elastic: bool = False,
         **options: Any,
     ) -> None:
+        super().__init__()
         check_model(model)
         check_tokenizer(tokenizer)
         if not callable(clock):
@@ -76,8 +79,6 @@ class Engine:
         self.config = EngineConfig.from_options(config, **options)
         self.tokenizer = tokenizer
         self.clock = clock
-        self._closed = False
-        self._turn = Turn()
         self._kept_model: Any = None
         self._plugins = PluginManager(plugins)
         self._policy_errors = PolicyErrors(self.config.strict_policies)
@@ -103,14 +104,7 @@ class Engine:
 
         ``model_kwargs`` go to ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ``gguf_file``, ...).
         """
-        if not isinstance(name_or_path, (str, os.PathLike)):
-            raise ConfigError(f"a model's folder or hub id is wanted, got {describe(name_or_path)}; see Engine(model)")
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        kwargs = dict(model_kwargs or {})
-        names = ("gguf_file", "revision", "token", "trust_remote_code", "subfolder", "cache_dir", "local_files_only")
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **{k: v for k, v in kwargs.items() if k in names})
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+        model, tokenizer = load_pretrained(name_or_path, model_kwargs or {})
         engine = cls(model, tokenizer, **options)
         engine._kept_model = model
         return engine
@@ -137,7 +131,7 @@ class Engine:
 
     def prepare(self, prompt: Prompt, params: Params = None, **options: Unpack[RequestOptions]) -> Request:
         """A checked request for ``enqueue``, from the arguments of ``add_request``. Any thread may call this."""
-        self._check_not_closed()
+        self._check_open()
         return self._intake.build(prompt, params, options, self.clock())
 
     @alone
@@ -154,9 +148,7 @@ class Engine:
         if self._plugins.listens("admit_request"):
             admit_by_hook(self._plugins, self._policy_errors, request, self.stats())
         self._policy_errors.raise_first()
-        samples = (request, *request.forks)
-        unfinished = [sample.max_num_tokens for sample in self._requests] if self._loader.elastic else []
-        self._loader.served.make_room(unfinished, [sample.max_num_tokens for sample in samples])
+        self._served.make_room(request, self._requests)
         self._requests.add(request)
         self.scheduler.add(request, self.clock())
         self._notify("request_added", request=request.view)
@@ -170,14 +162,8 @@ class Engine:
     @alone
     def abort(self, request_id: str) -> bool:
         """End a request, wherever it is, with ``"abort"``; its outputs come with the next step. False if it is over."""
-        return self._abort(request_id)
-
-    def _abort(self, request_id: str) -> bool:
         check_text("request_id", request_id)
-        samples = self._requests.samples(request_id)
-        for request in samples:
-            self._requests.end(request, "abort")
-        return bool(samples)
+        return self._requests.abort(request_id)
 
     def outputs(self, request_id: str) -> list[RequestOutput]:
         """The outputs of an unfinished request, one per sample, which fill up as it runs; empty once it is over."""
@@ -219,7 +205,7 @@ class Engine:
         self._requests.expire(started)
         step = self.scheduler.schedule(started, drain=drain)
         watch.lap("schedule")
-        logits, failures = self._loader.served.executor.run(step, watch)
+        logits, failures = self._served.executor.run(step, watch)
         rows, num_prefill_tokens = step.sampling, step.num_prefill_tokens
         logits, rows = self._held.join(logits, rows)
         sampled = self.sampler.sample(logits, rows) if logits is not None else None
@@ -282,15 +268,15 @@ class Engine:
             with bar:
                 while pending or unfinished:
                     while pending and (self.config.max_waiting or math.inf) > self.scheduler.num_waiting:
-                        self._queue(pending[0])
-                        unfinished.add(pending.popleft().request_id)
+                        unfinished.add(pending[0].request_id)
+                        self._queue(pending.popleft())
                     self._whole_step(drain=True)
                     over = {request_id for request_id in unfinished if request_id not in self._requests}
                     unfinished -= over
                     bar.update(len(over))
         except BaseException:
             for request_id in unfinished:
-                self._abort(request_id)
+                self._requests.abort(request_id)
             raise
         return outputs
 
@@ -318,19 +304,17 @@ class Engine:
     def fit(self, lengths: Sequence[int]) -> None:
         """Size an elastic engine's cache so that requests of these lengths (prompt and output) run at once."""
         self._refresh()
-        self._loader.served.fit(lengths, is_idle=not self.scheduler.has_work())
+        self._served.fit(lengths, is_idle=not self.scheduler.has_work())
 
     def runs_at_once(self, lengths: Sequence[int]) -> bool:
         """Whether requests of these lengths (prompt and output) can all run at the same time, if nothing else does."""
-        return self._loader.served.runs_at_once(lengths)
+        return self._served.runs_at_once(lengths)
 
     # State
 
     def stats(self) -> EngineStats:
         """Numbers since the engine started, and the memory as it is now. Hooks may ask too, until the engine closes."""
-        self._check_not_closed()
-        served = self._loader.served
-        reserved, swaps = served.runner.kv_cache.num_bytes, served.swaps
+        reserved, swaps = self.runner.kv_cache.num_bytes, self._served.swaps
         stats = self._stats.snapshot(self.scheduler, reserved, dict(self._policy_errors.counts))
         return dataclasses.replace(
             stats, swaps_made=swaps.made, swaps_refused=swaps.refused, packed_bytes=swaps.packed_bytes
@@ -345,25 +329,9 @@ class Engine:
         """End what runs with ``"abort"`` and free the cache. Raises EngineClosed when the engine is closed already."""
         for request in self._requests:
             self._requests.end(request, "abort")
-        self._closed = True
+        super().close()
         del self._loader, self._intake
         self._notify("engine_stopped", engine=self)
-
-    def __enter__(self) -> Engine:
-        self._check_not_closed()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if not self._closed:
-            self.close()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def _check_not_closed(self) -> None:
-        if self._closed:
-            raise EngineClosed("the engine is closed; make a new one")
 
     # The model
 
@@ -401,26 +369,29 @@ class Engine:
         self._loader.stale_reason = None
 
     @property
+    def _served(self) -> ServedModel:
+        self._check_open()
+        return self._loader.served
+
+    @property
     def twin(self) -> Twin:
         """The engine's copy of the model, replaced when the model changes."""
-        return self._loader.served.twin
+        return self._served.twin
 
     @property
     def runner(self) -> ModelRunner:
         """What runs forward passes, with the cache."""
-        return self._loader.served.runner
+        return self._served.runner
 
     @property
     def blocks(self) -> BlockManager:
         """The books of the cache."""
-        return self._loader.served.blocks
+        return self._served.blocks
 
     @property
     def max_model_len(self) -> int | None:
         """Most tokens of a request, prompt and output; None without a limit."""
-        return self._loader.served.max_model_len
-
-    # Inside
+        return self._served.max_model_len
 
     def _notify(self, name: str, **kwargs: Any) -> None:
         if self._plugins.listens(name):

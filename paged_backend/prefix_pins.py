@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from paged_backend.block_manager import BlockManager
 from paged_backend.errors import RequestRefused
+from paged_backend.request_options import check_text
 
 logger = logging.getLogger("paged_backend")
 
@@ -23,6 +24,8 @@ class PrefixPins:
         Raises RequestRefused when it cannot be pinned, or an unfinished request, which may come to ``longest`` tokens,
         could not fit beside it.
         """
+        if salt is not None:
+            check_text("cache_salt", salt)
         num_tokens = blocks.pin(token_ids, salt)
         shortage = blocks.shortage(longest)
         if shortage is not None:
@@ -33,6 +36,8 @@ class PrefixPins:
 
     def unpin(self, blocks: BlockManager, token_ids: Sequence[int], salt: str | None) -> bool:
         """Take back ``pin``; False if this prefix is not pinned."""
+        if salt is not None:
+            check_text("cache_salt", salt)
         size = blocks.block_size
 
         def full_blocks(tokens: Sequence[int]) -> tuple[int, ...]:

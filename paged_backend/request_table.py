@@ -149,6 +149,13 @@ class RequestTable:
                 self._plugins.notify("request_finished", self._policy_errors, request=sample.view, output=copy)
             sample.forget_view()
 
+    def abort(self, request_id: str) -> bool:
+        """End a request with ``"abort"``; False if it is over or unknown."""
+        samples = self.samples(request_id)
+        for request in samples:
+            self.end(request, "abort")
+        return bool(samples)
+
     def fail(self, request: Request, error: Exception, *, keep_new_tokens: bool = False) -> None:
         """End a request with ``"error"`` because of ``error``."""
         logger.warning("request %s failed: %r", request.request_id, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from paged_backend.model_runner import ModelRunner
 from paged_backend.plugin_manager import PluginManager
 from paged_backend.policies import EvictionPolicy, ModelShape
 from paged_backend.policy_errors import FAILED, PolicyErrors, call
+from paged_backend.request import Request
 from paged_backend.swaps import Swaps, swap_modules
 from paged_backend.twin import Twin
 
@@ -187,16 +188,18 @@ class ServedModel:
             self.blocks.reset()
             self._resize(need)
 
-    def make_room(self, unfinished: Sequence[int], lengths: Sequence[int]) -> None:
-        """Let an elastic cache grow, by half at least, until requests of ``lengths`` can run beside ``unfinished``.
+    def make_room(self, request: Request, unfinished: Iterable[Request]) -> None:
+        """Let an elastic cache grow, by half at least, until ``request`` and its forks can run beside ``unfinished``.
 
         Raises ContextOverflow when it cannot grow so far.
         """
         if not self.elastic:
             return
-        if len(unfinished) < self.config.max_num_seqs:
-            lengths = [*unfinished, *lengths]
-        elif self.blocks.shortage(max(lengths)) is None:
+        others = [sample.max_num_tokens for sample in unfinished]
+        lengths = [request.max_num_tokens] * request.num_seats
+        if len(others) < self.config.max_num_seqs:
+            lengths += others
+        elif self.blocks.shortage(request.max_num_tokens) is None:
             return
         need, have = self._blocks_for(lengths), self.num_blocks
         if any(n > h for n, h in zip(need, have, strict=True)):

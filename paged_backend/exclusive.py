@@ -1,0 +1,83 @@
+"""Exclusive: what only one call at a time may use, and nobody once it is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Self, TypeVar
+
+from paged_backend.errors import EngineBusy, EngineClosed
+
+
+class Exclusive:
+    """Base of the engine; methods marked ``alone`` are refused in the middle of each other. Never waits."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        # The call that has the turn. A dict, since neither a thread nor Ctrl-C can divide its setdefault().
+        self._turn: dict[str, _Call] = {}
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Free what is held; every further call raises EngineClosed."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self._closed:
+            self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed; make a new one")
+
+    def _take_turn(self, call: _Call) -> None:
+        holder = self._turn.setdefault("holder", call)
+        if holder is call:
+            return
+        if holder.thread == call.thread:
+            raise EngineBusy(
+                "the engine is in the middle of a call; what runs inside of it, such as a hook, a policy or a "
+                "stop_condition, must not call it again"
+            )
+        raise EngineBusy(
+            "another thread is in the middle of a call; an Engine belongs to one thread at a time: "
+            "use AsyncEngine(engine), whose methods may be called from any thread"
+        )
+
+    def _give_turn_back(self, call: _Call) -> None:
+        if self._turn.get("holder") is call:
+            del self._turn["holder"]
+
+
+class _Call:
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+Owner = TypeVar("Owner", bound=Exclusive)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def alone(method: Callable[Concatenate[Owner, Arguments], Result]) -> Callable[Concatenate[Owner, Arguments], Result]:
+    """What changes the engine runs alone: other threads, and policies and hooks, which run inside, get EngineBusy."""
+
+    @wraps(method)
+    def run(self: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        self._check_open()
+        call = _Call()
+        try:
+            self._take_turn(call)
+            return method(self, *args, **kwargs)
+        finally:
+            self._give_turn_back(call)
+
+    return run
