@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny_folder import byte_tokenizer, save_tiny
+from tiny_models import save_tiny
+from tiny_tokenizers import byte_tokenizer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 

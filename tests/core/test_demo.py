@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from rich.progress import Progress
-from tiny_folder import byte_tokenizer, save_tiny
+from tiny_models import save_tiny
+from tiny_tokenizers import byte_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner, Result
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from oracle import assert_greedy, draw_prompts, stock_greedy
 from service_checks import PATIENCE_S, Raises, Script, Steps, assert_closed, assert_idle, greedy, wait_until
-from tiny_folder import byte_tokenizer
 from tiny_models import make_tiny
+from tiny_tokenizers import byte_tokenizer
 
 from paged_backend import AsyncEngine, Delta, Engine, SamplingParams
 from paged_backend.errors import (

@@ -11,8 +11,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 from service_checks import Script, assert_idle
-from tiny_folder import byte_tokenizer
 from tiny_models import make_tiny
+from tiny_tokenizers import byte_tokenizer
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.errors import ConfigError, RequestRefused, SamplingFailed

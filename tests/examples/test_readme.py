@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_folder import save_tiny
+from tiny_models import save_tiny
 
 import paged_backend
 from paged_backend import Engine, SamplingParams

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from service_checks import assert_all_blocks_are_back
 from stock_equality import (
     LENGTH,
     RAGGED,
-    assert_all_blocks_are_back,
     assert_equals_stock,
     assert_same_tokens,
     engine_of,
@@ -39,17 +39,6 @@ from paged_backend.errors import (
 from paged_backend.integrations import model_engines
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "llama4", "deepseek_v2", "gpt_oss"]
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return make_tiny("llama")
-
-
-@pytest.fixture
-def fresh():
-    """A model of its own, for tests that change it."""
-    return make_tiny("llama")
 
 
 # Equality

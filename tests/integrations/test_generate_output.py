@@ -24,11 +24,6 @@ FIELDS = {"return_dict_in_generate": True}
 SCORES = {**FIELDS, "output_scores": True, "output_logits": True}
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return make_tiny("llama")
-
-
 def both(model, inputs=RAGGED, paged_config=None, **options):
     options = {**LENGTH, **options}
     return (

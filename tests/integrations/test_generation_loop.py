@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from service_checks import assert_all_blocks_are_back
 from stock_equality import (
     LENGTH,
     RAGGED,
-    assert_all_blocks_are_back,
     assert_equals_stock,
     engine_of,
     left_padded,
@@ -30,18 +30,6 @@ from transformers import (
 )
 
 from paged_backend.errors import SamplingFailed, UnsupportedCall
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return make_tiny("llama")
-
-
-@pytest.fixture
-def fresh():
-    """A model of its own, for tests that change it."""
-    return make_tiny("llama")
-
 
 # Processors and criteria
 

@@ -29,11 +29,6 @@ def patched_functions():
     return vars(GenerationMixin)["generate"], vars(GenerationMixin)["_sample"]
 
 
-@pytest.fixture
-def llama():
-    return make_tiny("llama")
-
-
 def paged(model, **options):
     return model.generate(**INPUTS, **SHORT, cache_impl="paged", **options)
 
@@ -59,12 +54,12 @@ def test_installing_twice_is_installing_once():
     assert patched_functions() != once
 
 
-def test_one_uninstall_undoes_any_number_of_installs(llama):
+def test_one_uninstall_undoes_any_number_of_installs(fresh):
     for _ in range(3):
         paged_backend.install()
     paged_backend.uninstall()
     with pytest.raises(ValueError, match="cache_impl"):
-        paged(llama)
+        paged(fresh)
 
 
 def test_uninstall_restores_the_very_functions_and_can_be_repeated():
@@ -78,7 +73,7 @@ def test_uninstall_restores_the_very_functions_and_can_be_repeated():
     assert patched_functions() == stock
 
 
-def test_the_patches_keep_the_signatures(llama):
+def test_the_patches_keep_the_signatures(fresh):
     generate, sample = patched_functions()
     paged_backend.uninstall()
     stock_generate, stock_sample = patched_functions()
@@ -89,7 +84,7 @@ def test_the_patches_keep_the_signatures(llama):
     assert generate.__doc__ == stock_generate.__doc__
 
 
-def test_a_patch_on_top_of_ours_stays_and_ours_lets_calls_through(llama):
+def test_a_patch_on_top_of_ours_stays_and_ours_lets_calls_through(fresh):
     ours = patched_functions()[0]
     calls = []
 
@@ -101,20 +96,20 @@ def test_a_patch_on_top_of_ours_stays_and_ours_lets_calls_through(llama):
     stock_generate = ours.__wrapped__
     GenerationMixin.generate = theirs
     try:
-        assert paged(llama).shape == (2, 15)
+        assert paged(fresh).shape == (2, 15)
         with pytest.warns(RuntimeWarning, match="patched again"):
             paged_backend.uninstall()
         assert patched_functions()[0] is theirs
         assert patched_functions()[1] is not ours
         # Without us, cache_impl is an unknown argument again.
         with pytest.raises(ValueError, match="cache_impl"):
-            paged(llama)
+            paged(fresh)
         assert len(calls) == 2
     finally:
         GenerationMixin.generate = stock_generate
 
 
-def test_install_on_top_of_a_patch_that_hides_ours_serves_calls_once(llama):
+def test_install_on_top_of_a_patch_that_hides_ours_serves_calls_once(fresh):
     ours = patched_functions()[0]
     stock_generate = ours.__wrapped__
 
@@ -125,9 +120,9 @@ def test_install_on_top_of_a_patch_that_hides_ours_serves_calls_once(llama):
     try:
         paged_backend.install()
         assert patched_functions()[0] is not theirs
-        llama.generation_config.cache_impl = "paged"
-        by_default = llama.generate(**INPUTS, **SHORT)
-        assert torch.equal(by_default, paged(llama))
+        fresh.generation_config.cache_impl = "paged"
+        by_default = fresh.generate(**INPUTS, **SHORT)
+        assert torch.equal(by_default, paged(fresh))
         paged_backend.uninstall()
         assert patched_functions()[0] is theirs
     finally:
@@ -135,67 +130,67 @@ def test_install_on_top_of_a_patch_that_hides_ours_serves_calls_once(llama):
         GenerationMixin._sample = vars(GenerationMixin)["_sample"].__wrapped__
 
 
-def test_a_call_without_cache_impl_runs_stock_code(llama, monkeypatch):
+def test_a_call_without_cache_impl_runs_stock_code(fresh, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("the paged engine was asked")
 
     monkeypatch.setattr("paged_backend.integrations.huggingface.decode", never)
-    llama.generate(**INPUTS, **SHORT)
-    llama.generate(**INPUTS, **SHORT, cache_impl=None)
-    llama.generate(**INPUTS, **SHORT, num_beams=2)
+    fresh.generate(**INPUTS, **SHORT)
+    fresh.generate(**INPUTS, **SHORT, cache_impl=None)
+    fresh.generate(**INPUTS, **SHORT, num_beams=2)
     with pytest.raises(AssertionError, match="was asked"):
-        paged(llama)
+        paged(fresh)
 
 
-def test_stock_is_the_same_before_during_and_after(llama):
+def test_stock_is_the_same_before_during_and_after(fresh):
     paged_backend.uninstall()
     torch.manual_seed(3)
-    before = llama.generate(**INPUTS, **SHORT, do_sample=True)
+    before = fresh.generate(**INPUTS, **SHORT, do_sample=True)
     paged_backend.install()
-    paged(llama)
+    paged(fresh)
     torch.manual_seed(3)
-    during = llama.generate(**INPUTS, **SHORT, do_sample=True)
+    during = fresh.generate(**INPUTS, **SHORT, do_sample=True)
     paged_backend.uninstall()
     torch.manual_seed(3)
-    after = llama.generate(**INPUTS, **SHORT, do_sample=True)
+    after = fresh.generate(**INPUTS, **SHORT, do_sample=True)
     assert torch.equal(before, during)
     assert torch.equal(before, after)
 
 
-def test_the_model_is_left_as_it_was(llama):
-    attributes = {name: set(vars(module)) for name, module in llama.named_modules()}
-    config, generation_config = llama.config.to_dict(), llama.generation_config.to_dict()
-    implementation = llama.config._attn_implementation
-    buffers = {name: buffer.clone() for name, buffer in llama.named_buffers()}
-    paged(llama)
-    assert {name: set(vars(module)) for name, module in llama.named_modules()} == attributes
-    assert llama.config.to_dict() == config
-    assert llama.generation_config.to_dict() == generation_config
-    assert llama.config._attn_implementation == implementation
-    for name, buffer in llama.named_buffers():
+def test_the_model_is_left_as_it_was(fresh):
+    attributes = {name: set(vars(module)) for name, module in fresh.named_modules()}
+    config, generation_config = fresh.config.to_dict(), fresh.generation_config.to_dict()
+    implementation = fresh.config._attn_implementation
+    buffers = {name: buffer.clone() for name, buffer in fresh.named_buffers()}
+    paged(fresh)
+    assert {name: set(vars(module)) for name, module in fresh.named_modules()} == attributes
+    assert fresh.config.to_dict() == config
+    assert fresh.generation_config.to_dict() == generation_config
+    assert fresh.config._attn_implementation == implementation
+    for name, buffer in fresh.named_buffers():
         assert torch.equal(buffer, buffers[name])
 
 
-def test_pickle_deepcopy_and_save_pretrained_work_after_use(llama, tmp_path):
-    expected = paged(llama)
-    assert torch.equal(paged(copy.deepcopy(llama)), expected)
-    assert torch.equal(paged(pickle.loads(pickle.dumps(llama))), expected)
+def test_pickle_deepcopy_and_save_pretrained_work_after_use(fresh, tmp_path):
+    expected = paged(fresh)
+    assert torch.equal(paged(copy.deepcopy(fresh)), expected)
+    assert torch.equal(paged(pickle.loads(pickle.dumps(fresh))), expected)
     file = io.BytesIO()
-    torch.save(llama, file)
+    torch.save(fresh, file)
     file.seek(0)
     assert torch.equal(paged(torch.load(file, weights_only=False)), expected)
-    llama.save_pretrained(tmp_path)
+    fresh.save_pretrained(tmp_path)
     assert torch.equal(paged(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
 
 
-def test_the_engine_is_kept_between_calls_for_each_model_and_configuration(llama):
-    paged(llama)
-    paged(llama, paged_config={})
-    paged(llama, paged_config=paged_backend.EngineConfig())
-    assert len(engines_of(llama)) == 1
-    paged(llama, paged_config={"block_size": 7, "scheduler_options": {}})
-    paged(llama, paged_config={"scheduler_options": {}, "block_size": 7})
-    assert len(engines_of(llama)) == 2
+def test_the_engine_is_kept_between_calls_for_each_model_and_configuration(fresh):
+    paged(fresh)
+    paged(fresh, paged_config={})
+    paged(fresh, paged_config=paged_backend.EngineConfig())
+    assert len(engines_of(fresh)) == 1
+    paged(fresh, paged_config={"block_size": 7, "scheduler_options": {}})
+    paged(fresh, paged_config={"scheduler_options": {}, "block_size": 7})
+    assert len(engines_of(fresh)) == 2
     assert engines_of(make_tiny("llama")) == []
 
 
@@ -211,17 +206,17 @@ def test_a_dead_model_takes_its_engine_and_cache_along():
     assert len(model_engines._by_model) < num_models
 
 
-def test_release_closes_the_engines_and_the_next_call_makes_new_ones(llama):
-    expected = paged(llama)
-    (engine,) = engines_of(llama)
-    paged_backend.release(llama)
+def test_release_closes_the_engines_and_the_next_call_makes_new_ones(fresh):
+    expected = paged(fresh)
+    (engine,) = engines_of(fresh)
+    paged_backend.release(fresh)
     assert engine.engine.is_closed
-    assert engines_of(llama) == []
-    assert torch.equal(paged(llama), expected)
+    assert engines_of(fresh) == []
+    assert torch.equal(paged(fresh), expected)
     paged_backend.release(make_tiny("gpt2"))
 
 
-def test_plugins_of_paged_config_hear_of_the_steps(llama):
+def test_plugins_of_paged_config_hear_of_the_steps(fresh):
     class Observer:
         steps = 0
 
@@ -230,28 +225,28 @@ def test_plugins_of_paged_config_hear_of_the_steps(llama):
             self.steps += 1
 
     observer = Observer()
-    paged(llama, paged_config={"plugins": [observer]})
+    paged(fresh, paged_config={"plugins": [observer]})
     assert observer.steps == 6
-    paged(llama, paged_config={"plugins": [observer]})
+    paged(fresh, paged_config={"plugins": [observer]})
     assert observer.steps == 12
-    paged(llama)
+    paged(fresh)
     assert observer.steps == 12
     with pytest.raises(ConfigError, match="plugins"):
-        paged(llama, paged_config={"plugins": observer})
+        paged(fresh, paged_config={"plugins": observer})
 
 
-def test_an_unknown_engine_option_is_named(llama):
+def test_an_unknown_engine_option_is_named(fresh):
     with pytest.raises(ConfigError, match="blocksize"):
-        paged(llama, paged_config={"blocksize": 7})
+        paged(fresh, paged_config={"blocksize": 7})
     with pytest.raises(ConfigError, match="paged_config"):
-        paged(llama, paged_config=["block_size", 7])
+        paged(fresh, paged_config=["block_size", 7])
 
 
-def test_generation_goes_on_in_a_fresh_install_with_the_kept_engine(llama):
-    expected = paged(llama)
-    (engine,) = engines_of(llama)
+def test_generation_goes_on_in_a_fresh_install_with_the_kept_engine(fresh):
+    expected = paged(fresh)
+    (engine,) = engines_of(fresh)
     paged_backend.uninstall()
     paged_backend.install()
-    assert torch.equal(paged(llama), expected)
-    assert engines_of(llama) == [engine]
-    assert_equals_stock(llama, INPUTS, **SHORT)
+    assert torch.equal(paged(fresh), expected)
+    assert engines_of(fresh) == [engine]
+    assert_equals_stock(fresh, INPUTS, **SHORT)

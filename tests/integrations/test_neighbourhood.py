@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
+from service_checks import assert_all_blocks_are_back
 from stock_equality import (
     LENGTH,
     RAGGED,
-    assert_all_blocks_are_back,
     assert_equals_stock,
     engine_of,
     left_padded,
@@ -27,11 +27,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 TEXTS = ["Stop here.", "The quick brown fox jumps over the lazy dog, doesn't it? Yes!", "hello", "User: hi there"]
-
-
-@pytest.fixture
-def fresh():
-    return make_tiny("llama")
 
 
 def num_steps(model):

@@ -18,11 +18,6 @@ FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "lla
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return make_tiny("llama")
-
-
 def both(model, block_size=16, inputs=RAGGED, **options):
     """What stock returns with its own cache and with ours, under the same seed; and our cache."""
     results = []

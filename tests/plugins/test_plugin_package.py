@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from model_free import ModelFree
-from tiny_folder import save_tiny
+from tiny_models import save_tiny
 
 PACKAGE = Path(__file__).parents[2] / "examples" / "plugin_package"
 README = (Path(__file__).parents[2] / "plugins" / "README.md").read_text()

@@ -17,6 +17,16 @@ def draw_prompts(lengths: Sequence[int], vocab_size: int = 256, seed: int = 1) -
     return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
+def left_pad(prompts: Sequence[Sequence[int]], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
+    """The prompts as one batch, padded on the left: ``input_ids`` and ``attention_mask``, [B, longest] each."""
+    width = max(map(len, prompts))
+    padding = [width - len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor([[pad_token_id] * n + list(p) for n, p in zip(padding, prompts, strict=True)]),
+        "attention_mask": torch.tensor([[0] * n + [1] * (width - n) for n in padding]),
+    }
+
+
 @torch.no_grad()
 def stock_greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """The tokens that stock generate adds to ``prompt`` alone, without stopping at an end-of-sequence token."""
@@ -28,10 +38,8 @@ def stock_greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int)
 @torch.no_grad()
 def stock_greedy_many(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
     """The same for many prompts in one call, padded on the left as stock wants it."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, **_GREEDY)[:, width:].tolist()
+    tokens = model.generate(**left_pad(prompts), max_new_tokens=num_tokens, **_GREEDY)
+    return tokens[:, -num_tokens:].tolist()
 
 
 # An id beyond any vocabulary would only be warned about; no end-of-sequence token at all is what is meant.

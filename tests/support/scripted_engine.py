@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from service_checks import Script
-from tiny_folder import byte_tokenizer
 from tiny_models import make_tiny
+from tiny_tokenizers import byte_tokenizer
 
 from paged_backend import AsyncEngine, Engine, SamplingParams
 

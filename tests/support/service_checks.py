@@ -86,9 +86,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nothing waits or runs, and every block is free."""
-    engine.blocks.check_integrity()
+    """Nothing waits, runs or is left to hand out, and every block is free."""
     assert not engine.has_unfinished_requests()
+    assert_all_blocks_are_back(engine)
+
+
+def assert_all_blocks_are_back(engine: Engine) -> None:
+    """Nothing waits, runs or holds a block."""
+    engine.blocks.check_integrity()
     assert not engine.scheduler.has_work()
     assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
 

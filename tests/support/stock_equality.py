@@ -6,26 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from oracle import MARGIN, draw_prompts, left_pad
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend import Engine
 from paged_backend.integrations import model_engines
 
-# Below this gap between stock's two likeliest tokens, float32 rounding may decide.
-MARGIN = 1e-3
-
 
 def left_padded(lengths: list[int], vocab_size: int = 256, pad_token_id: int = 0, seed: int = 0) -> dict[str, Tensor]:
     """Ordinary token ids of these lengths, padded on the left: ``input_ids`` and ``attention_mask`` [B, max]."""
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(lengths)
-    input_ids = torch.full((len(lengths), longest), pad_token_id)
-    mask = torch.zeros(len(lengths), longest, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        input_ids[row, longest - length :] = torch.randint(3, vocab_size, (length,), generator=generator)
-        mask[row, longest - length :] = 1
-    return {"input_ids": input_ids, "attention_mask": mask}
+    return left_pad(draw_prompts(lengths, vocab_size, seed), pad_token_id)
 
 
 # A ragged batch, and how much to make of it.
@@ -47,13 +38,6 @@ def tokens_drawn_early(model: PreTrainedModel, count: int) -> list[int]:
 def engine_of(model: PreTrainedModel, place: int = 0) -> Engine:
     """The engine that ``generate`` keeps for ``model``; ``place`` tells those of several configurations apart."""
     return model_engines._by_model[model].engines[place][2].engine
-
-
-def assert_all_blocks_are_back(engine: Engine) -> None:
-    """Nothing runs, waits or holds a block."""
-    engine.blocks.check_integrity()
-    assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
-    assert not engine.scheduler.has_work()
 
 
 def assert_equals_stock(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_tokenizers import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 256
@@ -154,3 +156,11 @@ def draw_weights(model: PreTrainedModel, seed: int = 0) -> None:
         else:
             # A large tied embedding would drown attention in the residual stream: the model repeats its input.
             parameter.copy_(noise * (0.05 if parameter is embeddings else 0.2))
+
+
+def save_tiny(folder: Path, family: str = "llama", max_positions: int = 2048) -> Path:
+    """Save a tiny model of `family` and a tokenizer of bytes, as `from_pretrained` reads them; returns the folder."""
+    tokenizer = byte_tokenizer()
+    make_tiny(family, vocab_size=len(tokenizer), max_position_embeddings=max_positions).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""Tokenizers of the usual kinds, trained in memory on a few sentences."""
+"""Tokenizers of the usual kinds, trained in memory on a few sentences, and one of single bytes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ SENTENCES = [
     "日本語の文章と中文字符、混在。",
     "emoji 😀 family 👩‍👩‍👧 flag 🇩🇪 done",
 ]
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+
+
+def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the 256 bytes, after the three special tokens that tiny models expect."""
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, bos, eos = SPECIAL_TOKENS
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos)
+    fast.chat_template = chat_template
+    return fast
 
 
 @cache

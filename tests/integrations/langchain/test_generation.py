@@ -32,9 +32,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from scripted_engine import ScriptedService, scripted_service
 from service_checks import Raises
-from tiny_folder import byte_tokenizer, save_tiny
-from tiny_models import make_tiny
-from tiny_tokenizers import byte_fallback_bpe
+from tiny_models import make_tiny, save_tiny
+from tiny_tokenizers import byte_fallback_bpe, byte_tokenizer
 
 from paged_backend import AsyncEngine, Engine
 from paged_backend.errors import RequestRefused
