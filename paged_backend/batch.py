@@ -70,26 +70,23 @@ def build_batch(
     prompt. ``tables[g]`` is group g's int32 block table, one row per sequence, decodes first.
     """
     num_decodes = len(decode_ids)
-    lengths = np.fromiter(map(len, chunks), np.int64, len(chunks))
-    starts = np.asarray(chunk_starts, np.int64)
+    input_ids, positions = np.array(decode_ids, np.int64), np.array(decode_positions, np.int64)
+    context_lens = positions + 1
+    rows = sequence_of = np.arange(num_decodes)
     offsets = np.zeros(len(chunks) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    num_tokens = num_decodes + int(offsets[-1])
+    lengths = np.fromiter(map(len, chunks), np.int64, len(chunks))
+    # Most steps are of decodes alone, and every call of numpy counts in them.
+    if chunks:
+        np.cumsum(lengths, out=offsets[1:])
+        starts = np.asarray(chunk_starts, np.int64)
+        input_ids = np.concatenate([input_ids, *chunks])
+        within = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        positions = np.concatenate([positions, within])
+        context_lens = np.concatenate([context_lens, starts + lengths])
+        last_rows = np.repeat(num_decodes + offsets[1:] - 1, np.asarray(logits_counts, np.int64))
+        rows = np.concatenate([rows, last_rows])
+        sequence_of = np.concatenate([sequence_of, num_decodes + np.repeat(np.arange(len(chunks)), lengths)])
 
-    input_ids = np.empty(num_tokens, np.int64)
-    input_ids[:num_decodes] = decode_ids
-    for chunk, begin, end in zip(chunks, offsets[:-1], offsets[1:], strict=True):
-        input_ids[num_decodes + begin : num_decodes + end] = chunk
-
-    positions = np.empty(num_tokens, np.int64)
-    positions[:num_decodes] = decode_positions
-    positions[num_decodes:] = np.arange(num_tokens - num_decodes) + np.repeat(starts - offsets[:-1], lengths)
-
-    context_lens = np.concatenate([positions[:num_decodes] + 1, starts + lengths]).astype(np.int32)
-    last_rows = np.repeat(num_decodes + offsets[1:] - 1, np.asarray(logits_counts, np.int64))
-    rows = np.concatenate([np.arange(num_decodes), last_rows])
-
-    sequence_of = np.concatenate([np.arange(num_decodes), num_decodes + np.repeat(np.arange(len(chunks)), lengths)])
     block_index, offset = np.divmod(positions, block_size)
     max_decode_context = int(context_lens[:num_decodes].max(initial=0))
     max_prefill_context = int(context_lens[num_decodes:].max(initial=0))
@@ -101,9 +98,9 @@ def build_batch(
     return Batch(
         input_ids=_tensor(input_ids, device),
         positions=_tensor(positions, device),
-        context_lens=_tensor(context_lens, device),
+        context_lens=_tensor(context_lens.astype(np.int32), device),
         cu_seqlens_q=_tensor(offsets.astype(np.int32), device),
-        logits_rows=_tensor(rows.astype(np.int64), device),
+        logits_rows=_tensor(rows, device),
         groups=tuple(groups),
         num_decodes=num_decodes,
         max_seqlen_q=int(lengths.max(initial=0)),

@@ -15,7 +15,7 @@ from paged_backend.sampling_params import SamplingParams
 # Candidates are picked with room for float32 rounding and then judged exactly.
 _SLACK = 1e-3
 # Scores per block; only blocks whose maxima promise something are looked into.
-_ARGMAX_BLOCK, _CANDIDATE_BLOCK = 256, 64
+_CANDIDATE_BLOCK = 64
 
 
 class Distribution(NamedTuple):
@@ -82,24 +82,6 @@ def take_rows(scores: Tensor, rows: list[int]) -> Tensor:
     if len(rows) == len(scores):
         return scores
     return scores.index_select(0, torch.tensor(rows, device=scores.device))
-
-
-def first_argmax(scores: Tensor) -> Tensor:
-    """Index of the first maximum of each row ([R, V] to [R] int64), -1 for a row with NaN or nothing above -inf.
-
-    In the scores' own dtype, which orders them as float32 would since every half-precision number is one of float32.
-    """
-    vocab_size = scores.shape[1]
-    num_blocks, rest = divmod(vocab_size, _ARGMAX_BLOCK)
-    # torch finds a maximum many times faster than its place.
-    maxima = scores[:, : num_blocks * _ARGMAX_BLOCK].unflatten(1, (num_blocks, _ARGMAX_BLOCK)).amax(-1)
-    if rest:
-        maxima = torch.cat([maxima, scores[:, -rest:].amax(-1, keepdim=True)], 1)
-    places = torch.arange(_ARGMAX_BLOCK, device=scores.device)
-    # Past the end the last score repeats, which moves no first maximum.
-    tokens = (maxima.argmax(-1, keepdim=True) * _ARGMAX_BLOCK + places).clamp_(max=vocab_size - 1)
-    place = scores.gather(1, tokens).argmax(-1, keepdim=True)
-    return torch.where(maxima.amax(-1) > -torch.inf, tokens.gather(1, place)[:, 0], -1)
 
 
 def _truncates(params: SamplingParams, vocab_size: int) -> bool:

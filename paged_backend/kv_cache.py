@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paged_backend.kernels import copy_blocks
+from paged_backend.kernels import copy_blocks, cpu
 from paged_backend.mask_rule import MaskRule
 
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -82,7 +82,7 @@ class LayerCache:
 class KVCache:
     """The block pool of every layer.
 
-    Memory is reserved, not touched: on a CPU the pages of a block become resident when it is first written.
+    Memory is reserved, not touched: on a CPU the large page of a block becomes resident when it is first written.
     """
 
     def __init__(
@@ -99,9 +99,10 @@ class KVCache:
         self.block_size = block_size
         self.kv_dtype = kv_dtype
         self.layers: list[LayerCache] = [None] * len(layers)  # type: ignore[list-item]
+        arena = cpu.Arena()
         for group, count in zip(self.groups, self.num_blocks, strict=True):
             for index in group.layers:
-                self.layers[index] = _layer_cache(layers[index], count, block_size, kv_dtype)
+                self.layers[index] = _layer_cache(layers[index], count, block_size, kv_dtype, arena)
 
     @property
     def num_bytes(self) -> int:
@@ -127,15 +128,19 @@ class KVCache:
         copy_blocks([t for i in self.groups[group].layers for t in self.layers[i].tensors()], sources, targets)
 
 
-def _layer_cache(layer: LayerSpec, num_blocks: int, block_size: int, kv_dtype: torch.dtype | None) -> LayerCache:
+def _layer_cache(
+    layer: LayerSpec, num_blocks: int, block_size: int, kv_dtype: torch.dtype | None, arena: cpu.Arena
+) -> LayerCache:
     dtype = kv_dtype or layer.dtype
     slots = (num_blocks, layer.num_kv_heads, block_size)
 
-    def blocks(dim: int) -> torch.Tensor:
-        return torch.empty(*slots, dim, dtype=dtype, device=layer.device)
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if layer.device.type == "cpu":
+            return arena.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=layer.device)
 
     def scales() -> torch.Tensor | None:
-        quantized = dtype in QUANTIZED_DTYPES
-        return torch.empty(slots, dtype=torch.float32, device=layer.device) if quantized else None
+        return empty(slots, torch.float32) if dtype in QUANTIZED_DTYPES else None
 
-    return LayerCache(blocks(layer.key_dim), blocks(layer.value_dim), scales(), scales())
+    key, value = empty((*slots, layer.key_dim), dtype), empty((*slots, layer.value_dim), dtype)
+    return LayerCache(key, value, scales(), scales())

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged_backend.distribution import first_argmax, take_rows, warp
+from paged_backend.distribution import take_rows, warp
 from paged_backend.errors import SamplingFailed
+from paged_backend.kernels import first_argmax
 from paged_backend.lockstep import Lockstep
 from paged_backend.logits_processing import LogitsProcessing
 from paged_backend.random_stream import stream_key, uniform

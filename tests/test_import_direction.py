@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE_DIR: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 
 # The core modules that reach kernels, and what plugins may know of the core: their interfaces and the values passed.
-REACHES_KERNELS = {"attention", "fused", "kv_cache", "model_runner", "patterns"}
+REACHES_KERNELS = {"attention", "fused", "kv_cache", "model_runner", "patterns", "sampler"}
 OPEN_TO_PLUGINS = {"errors", "hookspecs", "policies", "request", "stats"}
 # Modules whose every name is public.
 PUBLIC_MODULES = {"paged_backend.errors", "paged_backend.hookspecs", "paged_backend.policies"}

@@ -60,8 +60,7 @@ def product_ceiling(dtype: torch.dtype) -> float:
 
 def memory_ceiling() -> float:
     """GB/s of the fastest read of memory seen, from large pages and far beyond every cache."""
-    memory = torch.empty(_MEMORY_BYTES, dtype=torch.int8)
-    cpu.library().prefer_large_pages(memory)
+    memory = cpu.reserve(_MEMORY_BYTES)
     numbers = memory.view(torch.float32).zero_().view(-1, 32, 1024)
     x = torch.ones(1, numbers.shape[1] * 1024 // 32)
     # One row times a weight that is read once is as plain a read as a program does.

@@ -102,8 +102,7 @@ def test_what_older_processors_run_equals_the_oracle_too(level):
             rule[-1] = prefill.options.get("sinks")
             assert_attention_close(operations.prefill_attention(*prefill.prefill_arguments, *rule), oracle(prefill))
         weight, x = torch.randn(70, 40).to(dtype), torch.randn(27, 40).to(dtype)
-        panels = torch.empty(3, 40, 32, dtype=dtype)
-        word = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-        operations.pack(weight.view(word), panels.view(word))
+        panels = torch.nn.functional.pad(weight, (0, 0, 0, 26)).view(3, 32, 40).transpose(1, 2).contiguous()
         product = operations.linear(x, panels, None, None, 70, 0)
         torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=2e-2)
+        assert operations.first_argmax(weight).tolist() == weight.argmax(-1).tolist()

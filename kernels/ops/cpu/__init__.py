@@ -1,12 +1,12 @@
 """The operations in C++ for a CPU, compiled on first use; see `loader`."""
 
 from paged_backend.kernels.cpu import operations
+from paged_backend.kernels.cpu.arena import Arena, reserve
 from paged_backend.kernels.cpu.loader import UnavailableWarning, is_available, library
 from paged_backend.kernels.cpu.operations import rule_arguments
 from paged_backend.kernels.cpu.packed_linear import (
     GELU_GATE,
     SILU_GATE,
-    Arena,
     PackedLinear,
     most_rows,
     pack,
@@ -25,5 +25,6 @@ __all__ = [
     "operations",
     "pack",
     "pack_gated",
+    "reserve",
     "rule_arguments",
 ]

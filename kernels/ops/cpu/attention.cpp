@@ -13,8 +13,10 @@ namespace paged {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// Keys that are scored, weighed and summed before the next ones are looked at.
-constexpr int kKeys = 64;
+// Keys that are scored, weighed and summed before the next ones are looked at: in prefill, and at most in decode.
+constexpr int kKeys = 64, kMostKeys = 128;
+// Bytes of keys, and of values, that decode looks at so: what is read and what is fetched fit a second-level cache.
+constexpr int64_t kStretchBytes = 256 * 1024;
 // Query heads of a group that share each load of a key or value.
 constexpr int kShared = W == 16 ? 4 : 2;
 // Rows, a query token and a head each, of a tile of prefill.
@@ -61,39 +63,52 @@ struct Numbers<bf16> : Bf16Pairs {
 };
 #endif
 
-// Where consecutive tokens of a sequence lie in one KV head's part of a cache.
-template <class C>
+// Where consecutive tokens of a sequence lie in a cache: their rows of the first KV head's part of its blocks.
 struct Places {
-  const C* key[kKeys];
-  const C* value[kKeys + 1];
-  int count;
+  int64_t rows[kMostKeys + 1];
+  int count = 0;
 
-  Places(const Cache& cache, const int32_t* table, int64_t head, int64_t first, int64_t end) {
-    count = std::min<int64_t>(kKeys, end - first);
+  // From position `first` on, up to `most` of those before `end`.
+  void find(const Cache& cache, const int32_t* table, int64_t first, int64_t end, int most) {
+    count = std::min<int64_t>(most, end - first);
     int64_t entry = first / cache.block_size, offset = first % cache.block_size;
     for (int i = 0; i < count; ++entry, offset = 0) {
-      const int64_t row = (table[entry] * cache.num_kv_heads + head) * cache.block_size;
-      for (; offset < cache.block_size && i < count; ++offset, ++i) {
-        key[i] = static_cast<const C*>(cache.key) + (row + offset) * cache.key_dim;
-        value[i] = static_cast<const C*>(cache.value) + (row + offset) * cache.value_dim;
-      }
+      const int64_t row = table[entry] * cache.num_kv_heads * cache.block_size;
+      for (; offset < cache.block_size && i < count; ++offset, ++i) rows[i] = row + offset;
     }
-    value[count] = value[count - 1];  // an odd last one is paired with itself, at a weight of zero
+    rows[count] = rows[count - 1];  // an odd last one is paired with itself, at a weight of zero
   }
+};
+
+// The keys or values of one KV head at such places.
+template <class C>
+struct Tokens {
+  const C* base;
+  int64_t dim;
+  const int64_t* rows;
+
+  PAGED_INLINE const C* operator[](int i) const { return base + rows[i] * dim; }
 
   // Asks for some of them in the second-level cache; in the first they would push out what is being read.
-  PAGED_INLINE void prefetch(const Cache& cache, int from, int to) const {
-    auto fetch = [](const C* row, int64_t dim) {
-      for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(C)); byte += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
-      }
-    };
-    for (int i = from; i < std::min(to, count); ++i) {
-      fetch(key[i], cache.key_dim);
-      fetch(value[i], cache.value_dim);
+  PAGED_INLINE void fetch(int from, int to) const {
+    const bool together = from < to && rows[to - 1] - rows[from] == to - 1 - from;
+    const int64_t bytes = dim * sizeof(C) * (together ? to - from : 1);
+    for (int i = from; i < to; i += together ? to - from : 1) {
+      const char* at = reinterpret_cast<const char*>((*this)[i]);
+      for (const char* end = at + bytes; at < end; at += 64) __builtin_prefetch(at, 0, 2);
     }
   }
 };
+
+template <class C>
+Tokens<C> keys_of(const Cache& cache, const Places& at, int64_t head) {
+  return {static_cast<const C*>(cache.key) + head * cache.block_size * cache.key_dim, cache.key_dim, at.rows};
+}
+
+template <class C>
+Tokens<C> values_of(const Cache& cache, const Places& at, int64_t head) {
+  return {static_cast<const C*>(cache.value) + head * cache.block_size * cache.value_dim, cache.value_dim, at.rows};
+}
 
 // Copies a query head as the kernels multiply it, with zeros up to `padded` dims.
 template <class Row>
@@ -128,7 +143,7 @@ struct Softmax {
       peak = maximum(score, peak);
     }
     const float now = std::max(largest, paged::largest(peak));
-    const float decay = exp(splat(largest - now))[0];
+    const float decay = now == largest ? 1.f : exp(splat(largest - now))[0];
     F sums = {};
     for (int i = 0; i < padded; i += W) {
       const F weight = exp(load(scores + i) - now);
@@ -149,11 +164,6 @@ struct Softmax {
   }
 };
 
-void scale(float* x, int64_t n, float factor) {
-  if (factor == 1.f) return;
-  for_vectors(n, [&](int64_t i, auto load, auto store) { store(x + i, load(x + i) * factor); });
-}
-
 void write_mean(const float* sums, float factor, int64_t dim, Type type, void* result, int64_t at) {
   with_type(type, [&](auto number) {
     auto* to = static_cast<decltype(number)*>(result) + at;
@@ -163,67 +173,72 @@ void write_mean(const float* sums, float factor, int64_t dim, Type type, void* r
 
 // Decode
 
-// scores[g][i] = query head g times key i; past the last key they mean nothing. `ahead` is called for every few keys.
-template <class K, int G, class Ahead>
-void score_keys(const Places<typename K::Number>& places, int64_t dim, const typename K::Row* queries,
-                int64_t query_stride, float* scores, Ahead&& ahead) {
-  constexpr int kAtOnce = 4;  // keys that share each load of a query
-  for (int first = 0; first < places.count; first += W) {
-    F sums[G][W / kAtOnce];
-    for (int i = 0; i < W / kAtOnce; ++i) {
-      const int key = first + i * kAtOnce;
-      ahead(key, key + kAtOnce);
-      const typename K::Number* keys[kAtOnce];
-      PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) keys[j] = places.key[std::min(key + j, places.count - 1)];
-      F s[G][kAtOnce];
-      PAGED_UNROLL for (int g = 0; g < G; ++g) {
-        PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) s[g][j] = F{};
-      }
-      for (int64_t d = 0; d < dim; d += K::kDims) {
-        decltype(K::take(keys[0])) taken[kAtOnce];
-        const bool whole = d + K::kDims <= dim;
-        PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) {
-          taken[j] = whole ? K::take(keys[j] + d) : K::take_some(keys[j] + d, dim - d);
-        }
-        PAGED_UNROLL for (int g = 0; g < G; ++g) {
-          const auto* query = queries + g * query_stride + d;
-          PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) s[g][j] = K::score(s[g][j], taken[j], query);
-        }
-      }
-      PAGED_UNROLL for (int g = 0; g < G; ++g) sums[g][i] = quarter<1>(s[g][0], s[g][1], s[g][2], s[g][3]);
+// scores[g][i] = query head g times key first + i, for W keys; past the last one they mean nothing. Two keys share a
+// vector, a half each, so that there are half as many lanes to sum; queries hold every half twice for that.
+template <class K, int G>
+void score_keys(const Tokens<typename K::Number>& all, int first, int count, const typename K::Row* queries,
+                int64_t query_stride, float* scores) {
+  constexpr int kPairs = W / 2, kAtOnce = std::min(kPairs, 4);
+  F sums[G][kPairs];
+  PAGED_UNROLL for (int p = 0; p < kPairs; p += kAtOnce) {
+    const typename K::Number* keys[2 * kAtOnce];
+    PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) {
+      keys[j] = all[std::min(first + p + j, count - 1)];
+      keys[kAtOnce + j] = all[std::min(first + p + j + kPairs, count - 1)];
     }
     PAGED_UNROLL for (int g = 0; g < G; ++g) {
-      F all = sums[g][0];
-      if constexpr (W == 8) all = halve<4>(all, sums[g][1]);
-      if constexpr (W == 16) all = quarter<4>(all, sums[g][1], sums[g][2], sums[g][3]);
-      store(scores + g * kKeys + first, all);
+      PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) sums[g][p + j] = F{};
+    }
+    for (int64_t d = 0; d < all.dim; d += K::kDims) {
+      const bool whole = d + K::kDims <= all.dim;
+      auto take = [&](int j) { return whole ? K::take(keys[j] + d) : K::take_some(keys[j] + d, all.dim - d); };
+      decltype(take(0)) lower[kAtOnce], upper[kAtOnce];
+      PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) {
+        const auto a = take(j), b = take(kAtOnce + j);
+        lower[j] = permute<Halves<0>>(a, b);
+        upper[j] = permute<Halves<W / 2>>(a, b);
+      }
+      PAGED_UNROLL for (int g = 0; g < G; ++g) {
+        const auto* query = queries + g * query_stride + 2 * d;
+        PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) {
+          F& s = sums[g][p + j];
+          s = K::score(K::score(s, lower[j], query), upper[j], query + K::kDims);
+        }
+      }
     }
   }
+  PAGED_UNROLL for (int g = 0; g < G; ++g) store(scores + g * kMostKeys + first, sum_lanes<kPairs>(sums[g]));
 }
 
-// sums[g][N units of dims from d] += weights[g] times the values.
-template <class K, int G, int N>
-void add_values(const Places<typename K::Number>& places, int64_t d, int64_t dim, const typename K::Row* weights,
-                float* sums, int64_t sums_stride) {
+// sums[g][N units of dims from d] = decays[g] times themselves, and weights[g] times the values. `ahead` is called
+// for every W of them.
+template <class K, int G, int N, class Ahead>
+void add_values(const Tokens<typename K::Number>& values, int count, int64_t d, const typename K::Row* weights,
+                const float* decays, float* sums, int64_t sums_stride, Ahead& ahead) {
   constexpr int kVectorsHere = N * K::kColumns;
   F acc[G][kVectorsHere];
   PAGED_UNROLL for (int g = 0; g < G; ++g) {
-    PAGED_UNROLL for (int v = 0; v < kVectorsHere; ++v) acc[g][v] = load(sums + g * sums_stride + d + v * W);
-  }
-  const bool whole = d + N * K::kDims <= dim;
-  for (int i = 0; i < places.count; i += K::kStep) {
-    const auto *a = places.value[i] + d, *b = places.value[i + K::kStep - 1] + d;
-    decltype(K::take(a)) columns[kVectorsHere];
-    PAGED_UNROLL for (int n = 0; n < N; ++n) {
-      if (whole) {
-        K::columns(K::take(a + n * K::kDims), K::take(b + n * K::kDims), columns + n * K::kColumns);
-      } else {
-        K::columns(K::take_some(a, dim - d), K::take_some(b, dim - d), columns);
-      }
+    PAGED_UNROLL for (int v = 0; v < kVectorsHere; ++v) {
+      acc[g][v] = load(sums + g * sums_stride + d + v * W) * decays[g];
     }
-    PAGED_UNROLL for (int g = 0; g < G; ++g) {
-      const auto* row = weights + g * kKeys + i;
-      PAGED_UNROLL for (int v = 0; v < kVectorsHere; ++v) acc[g][v] = K::multiply(acc[g][v], columns[v], row);
+  }
+  const bool whole = d + N * K::kDims <= values.dim;
+  for (int first = 0; first < count; first += W) {
+    ahead();
+    for (int i = first; i < std::min(first + W, count); i += K::kStep) {
+      const auto *a = values[i] + d, *b = values[i + K::kStep - 1] + d;
+      decltype(K::take(a)) columns[kVectorsHere];
+      PAGED_UNROLL for (int n = 0; n < N; ++n) {
+        if (whole) {
+          K::columns(K::take(a + n * K::kDims), K::take(b + n * K::kDims), columns + n * K::kColumns);
+        } else {
+          K::columns(K::take_some(a, values.dim - d), K::take_some(b, values.dim - d), columns);
+        }
+      }
+      PAGED_UNROLL for (int g = 0; g < G; ++g) {
+        const auto* row = weights + g * kMostKeys + i;
+        PAGED_UNROLL for (int v = 0; v < kVectorsHere; ++v) acc[g][v] = K::multiply(acc[g][v], columns[v], row);
+      }
     }
   }
   PAGED_UNROLL for (int g = 0; g < G; ++g) {
@@ -238,44 +253,66 @@ struct DecodeQuery {
   using Row = typename K::Row;
   static constexpr int kWide = 4 / K::kColumns;  // units of dims summed at once
 
-  int64_t num_heads, group, key_dim, value_dim, key_stride, value_stride;
-  std::vector<Row> queries;
-  std::vector<Softmax> softmax;
-  std::vector<float> sums;  // [num_heads][value_stride]
-
-  DecodeQuery(const Cache& cache, int64_t num_heads)
-      : num_heads(num_heads),
-        group(num_heads / cache.num_kv_heads),
-        key_dim(cache.key_dim),
-        value_dim(cache.value_dim),
-        key_stride(round_up(key_dim, K::kDims)),
-        value_stride(round_up(value_dim, K::kDims)),
-        queries(num_heads * key_stride),
-        softmax(num_heads),
-        sums(num_heads * value_stride) {}
+  const Cache cache;
+  const int64_t num_heads, group = num_heads / cache.num_kv_heads;
+  const int64_t key_stride = 2 * round_up(cache.key_dim, K::kDims), value_stride = round_up(cache.value_dim, K::kDims);
+  std::vector<Row> queries = std::vector<Row>(num_heads * key_stride);
+  std::vector<Softmax> softmax = std::vector<Softmax>(num_heads);
+  std::vector<float> sums = std::vector<float>(num_heads * value_stride);
+  std::vector<float> scores = std::vector<float>(num_heads * kMostKeys);
+  std::vector<Row> weights = std::vector<Row>(num_heads * kMostKeys);
+  std::vector<float> decays = std::vector<float>(num_heads);
 
   void start(const Heads& query, int64_t token) {
+    std::vector<Row> plain(key_stride / 2);
+    constexpr int64_t kHalf = K::kDims / 2;
     for (int64_t head = 0; head < num_heads; ++head) {
-      copy_query(query, token, head, key_dim, key_stride, queries.data() + head * key_stride);
+      copy_query(query, token, head, cache.key_dim, key_stride / 2, plain.data());
+      for (int64_t d = 0; d < key_stride; d += kHalf) {
+        std::copy_n(&plain[d / (2 * kHalf) * kHalf], kHalf, &queries[head * key_stride + d]);
+      }
     }
     std::fill(softmax.begin(), softmax.end(), Softmax{});
     std::fill(sums.begin(), sums.end(), 0.f);
   }
 
-  // The group of one KV head attends. `ahead` is called with ranges of 0 to kKeys, to fetch what comes next.
-  template <class Ahead>
-  void attend(int64_t kv_head, const Places<C>& places, const Rule& rule, Ahead&& ahead) {
-    const int64_t end = (kv_head + 1) * group;
-    for (int64_t head = kv_head * group; head < end; head += kShared) {
-      auto fetch = [&](int from, int to) {
-        if (head % group == 0) ahead(from, to);
-      };
-      const int64_t count = std::min<int64_t>(kShared, end - head);
-      if (count == 1) attend<1>(head, places, rule, fetch);
-      if (count == 2) attend<2>(head, places, rule, fetch);
-      if (count == 3) attend<3>(head, places, rule, fetch);
-      if (count == 4) attend<4>(head, places, rule, fetch);
+  // All heads attend to some keys. While these are read their values are fetched, and with the values the `next` keys.
+  void attend(const Places& places, const Places& next, const Rule& rule) {
+    const int count = places.count;
+    for (int first = 0; first < count; first += W) {
+      for (int64_t kv_head = 0; kv_head < cache.num_kv_heads; ++kv_head) {
+        values_of<C>(cache, places, kv_head).fetch(first, std::min(first + W, count));
+        by_heads(kv_head, [&](auto g, int64_t head) {
+          score_keys<K, g()>(keys_of<C>(cache, places, kv_head), first, count, &queries[head * key_stride], key_stride,
+                             &scores[head * kMostKeys]);
+        });
+      }
     }
+    for (int64_t head = 0; head < num_heads; ++head) {
+      decays[head] = softmax[head].weigh(&scores[head * kMostKeys], count, 0, count, rule, &weights[head * kMostKeys]);
+    }
+    // In the order of their blocks: W keys of one KV head, then of the others, then the next W.
+    int64_t fetched = 0;
+    auto fetch = [&] {
+      const int first = fetched / cache.num_kv_heads * W;
+      keys_of<C>(cache, next, fetched++ % cache.num_kv_heads).fetch(first, std::min(first + W, next.count));
+    };
+    for (int64_t kv_head = 0; kv_head < cache.num_kv_heads; ++kv_head) {
+      const auto values = values_of<C>(cache, places, kv_head);
+      for (int64_t d = 0, dims; d < value_stride; d += dims) {
+        dims = d + kWide * K::kDims <= cache.value_dim ? kWide * K::kDims : K::kDims;
+        by_heads(kv_head, [&](auto g, int64_t head) {
+          auto ahead = [&] {
+            if (d == 0 && head == kv_head * group) fetch();
+          };
+          using A = decltype(ahead);
+          const auto add = dims == K::kDims ? add_values<K, g(), 1, A> : add_values<K, g(), kWide, A>;
+          add(values, count, d, &weights[head * kMostKeys], &decays[head], &sums[head * value_stride], value_stride,
+              ahead);
+        });
+      }
+    }
+    while (fetched < (next.count + W - 1) / W * cache.num_kv_heads) fetch();
   }
 
   // Adds what another stretch of the same context came to.
@@ -293,28 +330,23 @@ struct DecodeQuery {
 
   void finish(const Rule& rule, int64_t token, Type type, void* result) const {
     for (int64_t head = 0; head < num_heads; ++head) {
-      write_mean(sums.data() + head * value_stride, softmax[head].finish(rule, head), value_dim, type, result,
-                 (token * num_heads + head) * value_dim);
+      write_mean(sums.data() + head * value_stride, softmax[head].finish(rule, head), cache.value_dim, type,
+                 result, (token * num_heads + head) * cache.value_dim);
     }
   }
 
  private:
-  template <int G, class Ahead>
-  void attend(int64_t head, const Places<C>& places, const Rule& rule, Ahead& ahead) {
-    alignas(64) float scores[G * kKeys];
-    alignas(64) Row weights[G * kKeys];
-    score_keys<K, G>(places, key_dim, queries.data() + head * key_stride, key_stride, scores, ahead);
-    for (int g = 0; g < G; ++g) {
-      const float decay = softmax[head + g].weigh(scores + g * kKeys, places.count, 0, places.count, rule,
-                                                  weights + g * kKeys);
-      scale(sums.data() + (head + g) * value_stride, value_stride, decay);
+  // Calls function(count, first) for the heads of a KV head's group, kShared at a time and the rest.
+  template <class Function>
+  PAGED_INLINE void by_heads(int64_t kv_head, Function&& function) const {
+    const int64_t end = (kv_head + 1) * group;
+    for (int64_t head = kv_head * group; head < end; head += kShared) {
+      const int64_t count = std::min<int64_t>(kShared, end - head);
+      if (count == 1) function(std::integral_constant<int, 1>{}, head);
+      if (count == 2) function(std::integral_constant<int, 2>{}, head);
+      if (count == 3) function(std::integral_constant<int, 3>{}, head);
+      if (count == 4) function(std::integral_constant<int, 4>{}, head);
     }
-    float* here = sums.data() + head * value_stride;
-    int64_t d = 0;
-    for (; d + kWide * K::kDims <= value_dim; d += kWide * K::kDims) {
-      add_values<K, G, kWide>(places, d, value_dim, weights, here, value_stride);
-    }
-    for (; d < value_dim; d += K::kDims) add_values<K, G, 1>(places, d, value_dim, weights, here, value_stride);
   }
 };
 
@@ -322,14 +354,16 @@ template <class K>
 void decode(const Heads& query, int64_t num_heads, const Cache& cache, const Tables& tables, const Rule& rule,
             void* result) {
   using C = typename K::Number;
-  // The stretches of kKeys keys of all sequences stand in one line that is cut into equal shares. A share may begin or
-  // end inside a context; its part is then merged with its neighbours'.
+  const int64_t token_bytes = cache.num_kv_heads * std::max(cache.key_dim, cache.value_dim) * sizeof(C);
+  const int64_t stretch = std::clamp<int64_t>(kStretchBytes / token_bytes / W * W, W, kMostKeys);
+  // The stretches of keys of all sequences stand in one line that is cut into equal shares. A share may begin or end
+  // inside a context; its part is then merged with its neighbours'.
   std::vector<int64_t> ends(tables.num_seqs);
   int64_t line = 0;
   for (int64_t s = 0; s < tables.num_seqs; ++s) {
     const int64_t length = tables.context_lens[s];
     const int64_t seen = length ? length - rule.first_visible(length - 1) : 0;
-    ends[s] = line += (seen + kKeys - 1) / kKeys;
+    ends[s] = line += (seen + stretch - 1) / stretch;
     if (!length) {
       const int64_t bytes = num_heads * cache.value_dim * size_of(query.type);
       std::memset(static_cast<char*>(result) + s * bytes, 0, bytes);
@@ -337,38 +371,30 @@ void decode(const Heads& query, int64_t num_heads, const Cache& cache, const Tab
   }
   // By thread: the part of a context that a share begins with, and that of another one it ends with.
   std::vector<std::optional<std::pair<int64_t, DecodeQuery<K>>>> parts(2 * at::get_num_threads());
-  at::parallel_for(0, line, 4, [&](int64_t begin, int64_t end) {
-    DecodeQuery<K> here(cache, num_heads);
-    std::optional<Places<C>> places[2];
-    int64_t s = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
-    auto locate = [&](int64_t sequence, int64_t at, int64_t kv_head, std::optional<Places<C>>& to) {
-      const int64_t length = tables.context_lens[sequence], start = sequence ? ends[sequence - 1] : 0;
-      to.emplace(cache, tables.blocks + sequence * tables.stride, kv_head,
-                 rule.first_visible(length - 1) + (at - start) * kKeys, length);
+  at::parallel_for(0, line, std::max<int64_t>(1, 256 / stretch), [&](int64_t begin, int64_t end) {
+    DecodeQuery<K> here{cache, num_heads};
+    Places places[2];
+    auto sequence_at = [&](int64_t at) { return std::upper_bound(ends.begin(), ends.end(), at) - ends.begin(); };
+    auto find = [&](int64_t at) {
+      const int64_t s = sequence_at(at), length = tables.context_lens[s], start = s ? ends[s - 1] : 0;
+      places[at & 1].find(cache, tables.blocks + s * tables.stride,
+                          rule.first_visible(length - 1) + (at - start) * stretch, length, stretch);
     };
-    locate(s, begin, 0, places[0]);
-    int now = 0;
+    find(begin);
     for (int64_t at = begin; at < end;) {
+      const int64_t s = sequence_at(at), first = at, start = s ? ends[s - 1] : 0, stop = std::min(end, ends[s]);
       here.start(query, s);
-      const int64_t first = at, start = s ? ends[s - 1] : 0, stop = std::min(end, ends[s]);
-      int64_t next_s = s + 1;
-      while (stop < end && ends[next_s] <= stop) ++next_s;
       for (; at < stop; ++at) {
-        for (int64_t kv_head = 0; kv_head < cache.num_kv_heads; ++kv_head, now ^= 1) {
-          const bool more = kv_head + 1 < cache.num_kv_heads;
-          const bool any = more || at + 1 < end;
-          if (any) locate(more || at + 1 < stop ? s : next_s, at + !more, more ? kv_head + 1 : 0, places[now ^ 1]);
-          here.attend(kv_head, *places[now], rule, [&](int from, int to) {
-            if (any) places[now ^ 1]->prefetch(cache, from, to);
-          });
-        }
+        Places& next = places[~at & 1];
+        next.count = 0;
+        if (at + 1 < end) find(at + 1);
+        here.attend(places[at & 1], next, rule);
       }
       if (first == start && stop == ends[s]) {
         here.finish(rule, s, query.type, result);
       } else {
         parts[2 * at::get_thread_num() + (first != begin)].emplace(s, here);
       }
-      s = next_s;
     }
   });
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -391,38 +417,30 @@ struct PrefillTile {
   using C = typename K::Number;
   using Row = typename K::Row;
 
-  int64_t key_dim, value_dim, key_stride, value_panels;
-  std::vector<Row> queries, weights;
-  std::vector<uint32_t> keys, values;
-  std::vector<float> scores, sums;
-  std::vector<Softmax> softmax;
-
-  PrefillTile(const Cache& cache, int64_t rows)
-      : key_dim(cache.key_dim),
-        value_dim(cache.value_dim),
-        key_stride(round_up(key_dim, K::kStep)),
-        value_panels((value_dim + kPanel - 1) / kPanel),
-        queries(rows * key_stride),
-        weights(rows * kKeys),
-        keys(key_stride / K::kStep * kKeys),
-        values(value_panels * kPanel * kKeys / K::kStep),
-        scores(rows * kKeys),
-        sums(rows * value_panels * kPanel),
-        softmax(rows) {}
+  const Cache cache;
+  const int64_t most_rows, key_stride = round_up(cache.key_dim, K::kStep);
+  const int64_t value_panels = (cache.value_dim + kPanel - 1) / kPanel;
+  std::vector<Row> queries = std::vector<Row>(most_rows * key_stride);
+  std::vector<Row> weights = std::vector<Row>(most_rows * kKeys);
+  std::vector<uint32_t> keys = std::vector<uint32_t>(key_stride / K::kStep * kKeys);
+  std::vector<uint32_t> values = std::vector<uint32_t>(value_panels * kPanel * kKeys / K::kStep);
+  std::vector<float> scores = std::vector<float>(most_rows * kKeys);
+  std::vector<float> sums = std::vector<float>(most_rows * value_panels * kPanel);
+  std::vector<Softmax> softmax = std::vector<Softmax>(most_rows);
 
   // Keys become the columns of two panels, [steps][32] words each.
-  void pack_keys(const Places<C>& places) {
+  void pack_keys(const Tokens<C>& tokens, int count) {
     const int64_t steps = key_stride / K::kStep;
     for (int first = 0; first < kKeys; first += W) {
       uint32_t* panel = keys.data() + first / kPanel * steps * kPanel + first % kPanel;
       for (int64_t step = 0; step < steps; step += W) {
-        const int64_t d = step * K::kStep, rest = key_dim - d;
+        const int64_t d = step * K::kStep, rest = cache.key_dim - d;
         U words[W];
         for (int i = 0; i < W; ++i) {
-          if (first + i >= places.count) {
+          if (first + i >= count) {
             words[i] = U{};
           } else {
-            const C* key = places.key[first + i] + d;
+            const C* key = tokens[first + i] + d;
             words[i] = K::word(rest >= K::kDims ? K::take(key) : K::take_some(key, rest));
           }
         }
@@ -433,14 +451,14 @@ struct PrefillTile {
   }
 
   // Values become rows of panels, [kKeys / kStep][32] words each; those of absent keys are zero.
-  void pack_values(const Places<C>& places) {
+  void pack_values(const Tokens<C>& tokens, int count) {
     const int64_t steps = kKeys / K::kStep;
     for (int64_t step = 0; step < steps; ++step) {
       for (int64_t d = 0; d < value_panels * kPanel; d += K::kDims) {
-        decltype(K::take(places.value[0])) columns[K::kColumns] = {};
-        const int64_t rest = value_dim - d;
-        if (step * K::kStep < places.count && rest > 0) {
-          const C *a = places.value[step * K::kStep] + d, *b = places.value[step * K::kStep + K::kStep - 1] + d;
+        decltype(K::take(tokens[0])) columns[K::kColumns] = {};
+        const int64_t rest = cache.value_dim - d;
+        if (step * K::kStep < count && rest > 0) {
+          const C *a = tokens[step * K::kStep] + d, *b = tokens[step * K::kStep + K::kStep - 1] + d;
           if (rest >= K::kDims) {
             K::columns(K::take(a), K::take(b), columns);
           } else {
@@ -460,27 +478,27 @@ struct PrefillTile {
       const uint32_t* panel = panels + p * steps * kPanel;
       for (int64_t r = 0; r < rows; r += kTileRows) {
         const Tile tile = tile_of<typename K::Product>(std::min<int64_t>(kTileRows, rows - r));
-        tile(from + r * from_stride, from_stride, panel, steps,
-                                                           to + r * to_stride + p * kPanel, to_stride, accumulate,
-                                                           reinterpret_cast<const char*>(panel), 0);
+        tile(from + r * from_stride, from_stride, panel, steps, to + r * to_stride + p * kPanel, to_stride, accumulate,
+             reinterpret_cast<const char*>(panel), 0);
       }
     }
   }
 
   // Queries first to first + count, at consecutive positions, with their group of heads; row i * group + g is head g.
-  void attend(const Heads& query, int64_t num_heads, const Cache& cache, const int32_t* table, int64_t kv_head,
-              int64_t first, int64_t count, int64_t position, const Rule& rule, void* result) {
+  void attend(const Heads& query, int64_t num_heads, const int32_t* table, int64_t kv_head, int64_t first,
+              int64_t count, int64_t position, const Rule& rule, void* result) {
     const int64_t group = num_heads / cache.num_kv_heads, rows = count * group, sums_stride = value_panels * kPanel;
     for (int64_t r = 0; r < rows; ++r) {
-      copy_query(query, first + r / group, kv_head * group + r % group, key_dim, key_stride,
+      copy_query(query, first + r / group, kv_head * group + r % group, cache.key_dim, key_stride,
                  queries.data() + r * key_stride);
     }
     std::fill_n(softmax.begin(), rows, Softmax{});
     std::fill_n(sums.begin(), rows * sums_stride, 0.f);
+    Places places;
     for (int64_t key = rule.first_visible(position); key < position + count; key += kKeys) {
-      const Places<C> places(cache, table, kv_head, key, position + count);
-      pack_keys(places);
-      pack_values(places);
+      places.find(cache, table, key, position + count, kKeys);
+      pack_keys(keys_of<C>(cache, places, kv_head), places.count);
+      pack_values(values_of<C>(cache, places, kv_head), places.count);
       multiply(queries.data(), key_stride, rows, keys.data(), kKeys / kPanel, key_stride / K::kStep, scores.data(),
                kKeys, false);
       for (int64_t r = 0; r < rows; ++r) {
@@ -493,15 +511,16 @@ struct PrefillTile {
           continue;
         }
         const float decay = softmax[r].weigh(scores.data() + r * kKeys, kKeys, low, high, rule, row_weights);
-        scale(sums.data() + r * sums_stride, sums_stride, decay);
+        float* row_sums = sums.data() + r * sums_stride;
+        for (int64_t i = 0; i < sums_stride && decay != 1; i += W) store(row_sums + i, load(row_sums + i) * decay);
       }
       multiply(weights.data(), kKeys, rows, values.data(), value_panels, kKeys / K::kStep, sums.data(), sums_stride,
                true);
     }
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t head = kv_head * group + r % group;
-      write_mean(sums.data() + r * sums_stride, softmax[r].finish(rule, head), value_dim, query.type, result,
-                 ((first + r / group) * num_heads + head) * value_dim);
+      write_mean(sums.data() + r * sums_stride, softmax[r].finish(rule, head), cache.value_dim, query.type,
+                 result, ((first + r / group) * num_heads + head) * cache.value_dim);
     }
   }
 };
@@ -529,11 +548,11 @@ void prefill(const Heads& query, int64_t num_heads, const Cache& cache, const Ta
   }
   // A share of the line takes the items that end in it, so that late tiles of long prompts weigh what they cost.
   at::parallel_for(0, line, 1 << 12, [&](int64_t begin, int64_t end) {
-    PrefillTile<K> tile(cache, tile_queries * group);
+    PrefillTile<K> tile{cache, tile_queries * group};
     auto item = std::upper_bound(items.begin(), items.end(), begin,
                                  [](int64_t at, const Item& item) { return at < item.end; });
     for (; item != items.end() && item->end <= end; ++item) {
-      tile.attend(query, num_heads, cache, tables.blocks + item->sequence * tables.stride, item->kv_head, item->first,
+      tile.attend(query, num_heads, tables.blocks + item->sequence * tables.stride, item->kv_head, item->first,
                   item->count, item->position, rule, result);
     }
   });

@@ -3,9 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include <optional>
 
@@ -130,10 +127,11 @@ void rotate_heads(const Tensor& heads, const Tensor& cos, const Tensor& sin) {
          {cos.const_data_ptr(), sin.const_data_ptr(), cos.size(-1), nullptr, 0.f});
 }
 
-void pack_weight(const Tensor& words, const Tensor& panels) {
-  TORCH_CHECK_VALUE(words.is_contiguous() && panels.is_contiguous() && words.itemsize() == panels.itemsize(),
-                    "words and panels must be contiguous and of one size");
-  pack(words.const_data_ptr(), words.itemsize(), words.size(0), words.size(1), panels.data_ptr());
+Tensor first_argmax(const Tensor& scores) {
+  TORCH_CHECK_VALUE(scores.is_contiguous() && scores.size(1) >= W, "scores must be contiguous rows of at least ", W);
+  Tensor result = at::empty({scores.size(0)}, scores.options().dtype(at::kLong));
+  first_argmax(scores.const_data_ptr(), type_of(scores), scores.size(0), scores.size(1), result.data_ptr<int64_t>());
+  return result;
 }
 
 // One decoder layer over the packed tokens of a step, its keys and values stored on the way.
@@ -205,16 +203,6 @@ Tensor decoder_layer(const Tensor& hidden, const Optional& cos, const Optional& 
   return result;
 }
 
-// Asks for large pages under memory that is not written yet: a weight streams a third faster from them.
-void prefer_large_pages(const Tensor& tensor) {
-#if defined(__linux__)
-  constexpr uintptr_t kPage = 4096;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + kPage - 1) & ~(kPage - 1);
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + tensor.nbytes()) & ~(kPage - 1);
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
 #define PAGED_RULE "float scale, int window, int chunk, float softcap, Tensor? sinks"
 #define PAGED_CACHE "Tensor(a!) key_cache, Tensor(b!) value_cache"
 
@@ -229,12 +217,11 @@ TORCH_LIBRARY(PAGED_LIBRARY, m) {
   define("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", norm);
   define("gated_activation(Tensor gate, Tensor other, bool gelu) -> Tensor", gated_activation);
   define("rotate_(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()", rotate_heads);
-  define("pack(Tensor words, Tensor(a!) panels) -> ()", pack_weight);
+  define("first_argmax(Tensor scores) -> Tensor", first_argmax);
   define("decoder_layer(Tensor hidden, Tensor? cos, Tensor? sin, Tensor?[] norms, float epsilon, Tensor[] weights, "
          "Tensor?[] scales, Tensor?[] biases, int num_heads, int activation, " PAGED_CACHE ", Tensor slot_mapping, "
          "Tensor block_tables, Tensor context_lens, Tensor cu_seqlens_q, int num_decodes, " PAGED_RULE ") -> Tensor",
          decoder_layer);
-  define("prefer_large_pages(Tensor tensor) -> ()", prefer_large_pages);
 }
 
 }  // namespace

@@ -64,6 +64,11 @@ def library() -> Any:
     return load(level())
 
 
+def is_loaded() -> bool:
+    """Whether something in this process uses the library already, so that using it costs no compilation."""
+    return library.cache_info().currsize > 0
+
+
 @functools.cache
 def level() -> str:
     """The best of LEVELS that this processor knows."""

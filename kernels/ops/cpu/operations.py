@@ -80,6 +80,15 @@ def _gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> 
     return result
 
 
+@implements("first_argmax", "cpu")
+def _first_argmax(scores: torch.Tensor) -> torch.Tensor:
+    # A whole vector of any processor.
+    if scores.dtype not in FLOATS or scores.shape[1] < 16:
+        return _run("first_argmax", "reference", scores)
+    result: torch.Tensor = library().first_argmax(scores.contiguous())
+    return result
+
+
 @implements("rotary_store_kv", "cpu")
 def _rotary_store_kv(
     query: torch.Tensor,

@@ -5,43 +5,23 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from paged_backend.kernels.cpu.arena import Arena
 from paged_backend.kernels.cpu.loader import level, library
 
 # Columns of a panel, and what becomes of a product; product.h says the same.
 PANEL = 32
 KEEP, SILU_GATE, GELU_GATE = 0, 2, 3
 
-# Packed weights lie together in pieces of this size, so that large pages hold nearly all of them.
-_PIECE_BYTES = 64 << 20
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 # Where `most_rows` looks, from many rows to few, until C++ wins.
 _TRIED_ROWS = (512, 256, 128, 64, 32)
 _TRIED_SIZE, _TRIES, _CLEARLY_SLOWER = 1024, 5, 1.3
-
-
-class Arena:
-    """Memory for packed weights, on large pages where the system has them."""
-
-    def __init__(self) -> None:
-        self._piece = torch.empty(0, dtype=torch.int8)
-        self._used = 0
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous tensor. It keeps the piece that it lies in alive."""
-        size = -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
-        if self._used + size > self._piece.numel():
-            self._piece = torch.empty(max(size, _PIECE_BYTES), dtype=torch.int8)
-            library().prefer_large_pages(self._piece)
-            self._used = 0
-        taken = self._piece[self._used : self._used + torch.Size(shape).numel() * dtype.itemsize]
-        self._used += size
-        return taken.view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +71,11 @@ def pack(
     packed = arena.empty(shape, weight.dtype)
     # Two numbers that stay together move as one word.
     word = _WORDS[weight.element_size() * (2 if pairs else 1)]
-    library().pack(weight.contiguous().view(word), packed.view(word))
+    words, target = weight.contiguous().view(word), packed.view(word).view(*shape[:2], PANEL)
+    whole, rest = divmod(num_columns, PANEL)
+    target[:whole] = words[: whole * PANEL].unflatten(0, (whole, PANEL)).transpose(1, 2)
+    if rest:
+        target[whole].zero_()[:, :rest] = words[whole * PANEL :].T
     return PackedLinear(packed, scale, None if bias is None else bias.detach().float(), num_columns)
 
 

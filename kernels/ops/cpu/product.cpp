@@ -26,6 +26,7 @@ Tile tile_for(const Weight& weight, int64_t num_rows) {
 // Writes one row of a tile, from its sums over a panel.
 template <class T>
 void finish(float* sums, const Weight& weight, int64_t panel, Then then, const T* residual, T* result) {
+  const bool gates = then == Then::silu_gate || then == Then::gelu_gate;
   const int64_t column = panel * kPanel;
   const int64_t columns = std::min<int64_t>(kPanel, weight.num_columns - column);
   for_vectors(columns, [&](int64_t i, auto load, auto store) {
@@ -33,13 +34,9 @@ void finish(float* sums, const Weight& weight, int64_t panel, Then then, const T
     if (weight.scale) x *= load(weight.scale + column + i);
     if (weight.bias) x += load(weight.bias + column + i);
     if (then == Then::add) x += load(residual + column + i);
-    if (then == Then::keep || then == Then::add) {
-      store(result + column + i, x);
-    } else {
-      store(sums + i, x);
-    }
+    gates ? store(sums + i, x) : store(result + column + i, x);
   });
-  if (then == Then::silu_gate || then == Then::gelu_gate) {
+  if (gates) {
     for_vectors(columns / 2, [&](int64_t i, auto load, auto store) {
       const F gate = load(sums + i);
       const F active = then == Then::silu_gate ? silu(gate) : gelu_tanh(gate);
@@ -48,28 +45,7 @@ void finish(float* sums, const Weight& weight, int64_t panel, Then then, const T
   }
 }
 
-template <class Word>
-void pack_words(const Word* from, int64_t num_columns, int64_t steps, Word* to) {
-  at::parallel_for(0, (num_columns + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, num_columns - first);
-      for (int64_t step = 0; step < steps; ++step) {
-        Word* row = to + (panel * steps + step) * kPanel;
-        for (int64_t i = 0; i < kPanel; ++i) row[i] = i < count ? from[(first + i) * steps + step] : Word{};
-      }
-    }
-  });
-}
-
 }  // namespace
-
-void pack(const void* words, int64_t word_bytes, int64_t num_columns, int64_t steps, void* panels) {
-  auto run = [&](auto word) {
-    using Word = decltype(word);
-    pack_words(static_cast<const Word*>(words), num_columns, steps, static_cast<Word*>(panels));
-  };
-  word_bytes == 4 ? run(uint32_t{}) : word_bytes == 2 ? run(uint16_t{}) : run(uint8_t{});
-}
 
 void product(const void* x, Type type, int64_t num_rows, const Weight& weight, Then then, const void* residual,
              void* result) {

@@ -6,7 +6,8 @@
 namespace paged {
 
 // Columns of a panel. A packed matrix is [panels][steps][32] words of 4 bytes where rows are multiplied as pairs of
-// bfloat16 (the word is two consecutive ones of a column), and [panels][steps][32] numbers otherwise.
+// bfloat16 (the word is two consecutive ones of a column), and [panels][steps][32] numbers otherwise; absent columns of
+// the last panel are zero.
 constexpr int kPanel = 32;
 constexpr int kVectors = kPanel / W;
 // Rows of a tile: as many as leave registers for a panel and a broadcast.
@@ -84,9 +85,6 @@ template <class K>
 inline Tile tile_of(int64_t num_rows) {
   return tile_of<K>(num_rows, std::make_integer_sequence<int, kTileRows>{});
 }
-
-// Packs [num_columns][steps] words, of 1, 2 or 4 bytes, into panels; absent columns of the last one are zero.
-void pack(const void* words, int64_t word_bytes, int64_t num_columns, int64_t steps, void* panels);
 
 // A packed weight.
 struct Weight {

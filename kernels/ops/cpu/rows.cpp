@@ -2,8 +2,8 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cmath>
-#include <vector>
 
 namespace paged {
 namespace {
@@ -26,11 +26,6 @@ float inverse_rms(const T* x, int64_t dim, float epsilon) {
     squares += number * number;
   });
   return 1.f / std::sqrt(sum(squares) / dim + epsilon);
-}
-
-template <class From, class To>
-void convert(const From* from, To* to, int64_t n) {
-  for_vectors(n, [&](int64_t i, auto load, auto store) { store(to + i, load(from + i)); });
 }
 
 }  // namespace
@@ -68,23 +63,42 @@ void gated(const void* gate, int64_t gate_stride, const void* other, int64_t oth
   });
 }
 
+void first_argmax(const void* scores, Type type, int64_t num_rows, int64_t dim, int64_t* result) {
+  with_type(type, [&](auto number) {
+    for_rows(num_rows, dim, [&](int64_t row) {
+      const auto* from = static_cast<const decltype(number)*>(scores) + row * dim;
+      F best = splat(-std::numeric_limits<float>::infinity());
+      I place = {}, nan = {};
+      // The last vector may overlap the one before: what is seen again is not above itself.
+      for (int64_t i = 0, last = dim - W; i <= last; i += i < last ? std::min<int64_t>(W, last - i) : W) {
+        const F x = load(from + i);
+        place = x > best ? I{} + static_cast<int32_t>(i) : place;
+        best = maximum(best, x);
+        nan |= x != x;
+      }
+      const float top = largest(best);
+      int64_t first = dim;
+      for (int lane = 0; lane < W; ++lane) {
+        if (nan[lane] || top < -std::numeric_limits<float>::max()) first = -1;
+        if (best[lane] == top) first = std::min<int64_t>(first, place[lane] + lane);
+      }
+      result[row] = first;
+    });
+  });
+}
+
 void store_kv(Heads key, Heads value, const Cache& cache, const int64_t* slots, int64_t num_tokens) {
   auto store_all = [&](const Heads& heads, void* blocks, int64_t dim) {
     with_type(heads.type, [&](auto from_number) {
       with_type(cache.type, [&](auto to_number) {
-        using From = decltype(from_number);
         using To = decltype(to_number);
         for_rows(num_tokens, cache.num_kv_heads * dim, [&](int64_t token) {
           if (slots[token] < 0) return;
           const int64_t block = slots[token] / cache.block_size, offset = slots[token] % cache.block_size;
           for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-            const auto* from = static_cast<const From*>(heads.at(token, head));
+            const auto* from = static_cast<const decltype(from_number)*>(heads.at(token, head));
             To* to = static_cast<To*>(blocks) + ((block * cache.num_kv_heads + head) * cache.block_size + offset) * dim;
-            if constexpr (std::is_same_v<From, To>) {
-              std::memcpy(to, from, dim * sizeof(To));
-            } else {
-              convert(from, to, dim);
-            }
+            for_vectors(dim, [&](int64_t i, auto load, auto store) { store(to + i, load(from + i)); });
           }
         });
       });

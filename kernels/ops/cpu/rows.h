@@ -32,6 +32,9 @@ void rms_norm(const void* x, Type type, int64_t num_rows, int64_t dim, const flo
 void gated(const void* gate, int64_t gate_stride, const void* other, int64_t other_stride, Type type, int64_t num_rows,
            int64_t dim, bool gelu, void* result);
 
+// The place of the first maximum of each row; -1 where it holds NaN, or nothing above -infinity. dim is at least W.
+void first_argmax(const void* scores, Type type, int64_t num_rows, int64_t dim, int64_t* result);
+
 // Writes each token's key and value to its slot; slot -1 is passed over. Key and value may differ in type.
 void store_kv(Heads key, Heads value, const Cache& cache, const int64_t* slots, int64_t num_tokens);
 

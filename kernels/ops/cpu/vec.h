@@ -95,9 +95,7 @@ PAGED_INLINE F load(const int8_t* p) {
 
 // W floats to memory, rounded to the nearest, ties to even; NaN stays NaN.
 
-PAGED_INLINE void store(float* p, F x) {
-  write(p, x);
-}
+PAGED_INLINE void store(float* p, F x) { write(p, x); }
 PAGED_INLINE void store(bf16* p, F x) {
 #if PAGED_BF16_DOT
   write(p, _mm512_cvtneps_pbh(x));
@@ -173,16 +171,22 @@ struct Mix {
   static constexpr int at(int lane) { return lane & S ? W + (CrossB ? lane ^ S : lane) : CrossA ? lane ^ S : lane; }
 };
 
-// One vector whose lanes are sums of two lanes each of a (where the lane's number lacks the bit S) and b.
-template <int S>
-PAGED_INLINE F halve(F a, F b) {
-  return permute<Mix<S, false, false>>(a, b) + permute<Mix<S, true, true>>(a, b);
-}
+// A half of both vectors, those lanes that begin at From.
+template <int From>
+struct Halves {
+  static constexpr int at(int lane) { return lane < W / 2 ? From + lane : W + From + lane - W / 2; }
+};
 
-// The same of four vectors, by two bits. All lanes of W vectors x are summed, side by side in one vector, by doing so
-// with every four of them, then with every four of the results and S = 4, and so on.
-template <int S>
-PAGED_INLINE F quarter(F a, F b, F c, F d) { return halve<2 * S>(halve<S>(a, b), halve<S>(c, d)); }
+// N vectors in one: lane i of every N of its lanes is the sum of such lanes of x[i].
+template <int N>
+PAGED_INLINE F sum_lanes(const F* x) {
+  if constexpr (N == 1) {
+    return *x;
+  } else {
+    const F a = sum_lanes<N / 2>(x), b = sum_lanes<N / 2>(x + N / 2);
+    return permute<Mix<N / 2, false, false>>(a, b) + permute<Mix<N / 2, true, true>>(a, b);
+  }
+}
 
 // Transposes a matrix of W x W lanes.
 template <int S = 1>
