@@ -14,6 +14,7 @@ from stock_equality import (
     assert_equals_stock,
     assert_same_tokens,
     engine_of,
+    engines_of,
     left_padded,
     paged,
     tokens_drawn_early,
@@ -36,7 +37,6 @@ from paged_backend.errors import (
     UnsupportedCall,
     UnsupportedModel,
 )
-from paged_backend.integrations import model_engines
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "llama4", "deepseek_v2", "gpt_oss"]
 
@@ -277,10 +277,10 @@ def test_cache_impl_may_come_in_a_generation_config_or_as_the_models_default(fre
     assert engine_of(fresh).config.block_size == 7
     fresh.generation_config.cache_impl = "paged"
     assert torch.equal(fresh.generate(**RAGGED, **LENGTH), expected)
-    assert len(model_engines._by_model[fresh].engines) == 2
+    assert len(engines_of(fresh)) == 2
     fresh.generation_config.paged_config = {"block_size": 7}
     fresh.generate(**RAGGED, **LENGTH)
-    assert len(model_engines._by_model[fresh].engines) == 2
+    assert len(engines_of(fresh)) == 2
     # The argument goes first: this is stock.
     fresh.generate(**RAGGED, **LENGTH, cache_impl=None, num_beams=2)
 
@@ -533,7 +533,7 @@ def test_eight_threads_at_once_each_get_what_they_get_alone(fresh):
         for _ in range(3):
             results = list(pool.map(lambda inputs: paged(fresh, inputs), calls))
             assert all(map(torch.equal, results, expected))
-    assert len(model_engines._by_model[fresh].engines) == 1
+    assert len(engines_of(fresh)) == 1
     assert engine_of(fresh).stats().peak_running > 2
     assert_all_blocks_are_back(engine_of(fresh))
 

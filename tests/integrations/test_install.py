@@ -13,7 +13,7 @@ import weakref
 
 import pytest
 import torch
-from stock_equality import assert_equals_stock, left_padded
+from stock_equality import assert_equals_stock, engines_of, left_padded
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM, GenerationMixin
 
@@ -31,11 +31,6 @@ def patched_functions():
 
 def paged(model, **options):
     return model.generate(**INPUTS, **SHORT, cache_impl="paged", **options)
-
-
-def engines_of(model):
-    known = model_engines._by_model.get(model)
-    return [] if known is None else [engine for _, _, engine in known.engines]
 
 
 def test_importing_the_package_patches_nothing():
@@ -198,7 +193,7 @@ def test_a_dead_model_takes_its_engine_and_cache_along():
     model = make_tiny("llama")
     paged(model)
     (engine,) = engines_of(model)
-    gone = [weakref.ref(model), weakref.ref(engine), weakref.ref(engine.engine.runner.kv_cache)]
+    gone = [weakref.ref(model), weakref.ref(engine), weakref.ref(engine.runner.kv_cache)]
     num_models = len(model_engines._by_model)
     del model, engine
     gc.collect()
@@ -210,7 +205,7 @@ def test_release_closes_the_engines_and_the_next_call_makes_new_ones(fresh):
     expected = paged(fresh)
     (engine,) = engines_of(fresh)
     paged_backend.release(fresh)
-    assert engine.engine.is_closed
+    assert engine.is_closed
     assert engines_of(fresh) == []
     assert torch.equal(paged(fresh), expected)
     paged_backend.release(make_tiny("gpt2"))

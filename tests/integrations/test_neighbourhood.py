@@ -12,6 +12,7 @@ from stock_equality import (
     RAGGED,
     assert_equals_stock,
     engine_of,
+    engines_of,
     left_padded,
     paged,
 )
@@ -20,7 +21,6 @@ from tiny_tokenizers import byte_level_bpe
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 from paged_backend.errors import ConfigError, UnsupportedCall, UnsupportedModel
-from paged_backend.integrations import model_engines
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -31,8 +31,7 @@ TEXTS = ["Stop here.", "The quick brown fox jumps over the lazy dog, doesn't it?
 
 def num_steps(model):
     """Steps of all the engines that are kept for a model."""
-    known = model_engines._by_model.get(model)
-    return sum(engine.engine.stats().num_steps for _, _, engine in known.engines) if known else 0
+    return sum(engine.stats().num_steps for engine in engines_of(model))
 
 
 # Pipelines
@@ -235,7 +234,7 @@ def test_a_refused_model_is_refused_again_and_keeps_no_engine():
     for _ in range(2):
         with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
             paged(model, {"input_ids": torch.tensor([[5, 6]])})
-    assert model_engines._by_model[model].engines == []
+    assert engines_of(model) == []
 
 
 def test_calls_warn_of_nothing(fresh):

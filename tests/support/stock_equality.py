@@ -35,9 +35,15 @@ def tokens_drawn_early(model: PreTrainedModel, count: int) -> list[int]:
     return sorted({int(new[row, 3 + 2 * row]) for row in range(count)})
 
 
-def engine_of(model: PreTrainedModel, place: int = 0) -> Engine:
-    """The engine that ``generate`` keeps for ``model``; ``place`` tells those of several configurations apart."""
-    return model_engines._by_model[model].engines[place][2].engine
+def engines_of(model: PreTrainedModel) -> list[Engine]:
+    """The engines that ``generate`` keeps for ``model``, one for each configuration, in the order of first use."""
+    known = model_engines._by_model.get(model)
+    return [shared.engine for _, _, shared in known.engines] if known is not None else []
+
+
+def engine_of(model: PreTrainedModel) -> Engine:
+    """The first engine that ``generate`` keeps for ``model``."""
+    return engines_of(model)[0]
 
 
 def assert_equals_stock(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Tensor:
