@@ -49,11 +49,11 @@ class Engine(Exclusive):
 
     When a request comes to an idle engine, the model is compared with what it was, and a changed one is loaded again,
     without any prefix that was cached before. Noticed are other modules, adapters, hooks, attributes, dtypes and
-    devices, replaced tensors, in-place operations on a weight (which count its version up), and edits through
-    ``.data`` (which do not) of any tensor of up to 16,384 elements, and of a larger one if they reach one of 64
-    elements spread over it, as an edit of all or of most of it does. Smaller edits through ``.data``, such as
-    ``weight.data[i, j] = x``, are not noticed in a large tensor, nor is a change while requests are running: call
-    ``weights_changed()`` after those.
+    devices, replaced tensors, in-place operations on a weight, which count its version up, and edits through ``.data``
+    (or of weights made under ``torch.inference_mode``), which do not, of any tensor of up to 16,384 elements, and of a
+    larger one if they reach one of 64 elements spread over it, as an edit of most of it does. Not noticed are smaller
+    edits of that kind in a large tensor, such as ``weight.data[i, j] = x``, and changes while requests are running:
+    call ``weights_changed()`` after those.
 
     Raises UnsupportedModel when the load probe cannot prove that the model runs right on paged attention, ConfigError
     for what cannot be used, PluginError for a plugin that cannot be loaded. Called in the middle of another call, by a
@@ -83,7 +83,7 @@ class Engine(Exclusive):
         self._plugins = PluginManager(plugins)
         self._policy_errors = PolicyErrors(self.config.strict_policies)
         policy = self._plugins.scheduler(self.config.scheduler, self.config.scheduler_options)
-        self._loader = ModelLoader(model, self.config, self._plugins, self._policy_errors, elastic=elastic)
+        self._loader = ModelLoader(model, self.config, self._plugins, self._policy_errors, clock, elastic=elastic)
         guard = PolicyGuard(policy, self._policy_errors)
         self.scheduler = Scheduler(self.blocks, guard, self.config.max_num_batched_tokens)
         self.eos_token_ids = eos_token_ids_of(model)
@@ -92,6 +92,7 @@ class Engine(Exclusive):
         self._requests = RequestTable(self.scheduler, clock, self._plugins, self._policy_errors)
         self._intake = Intake(tokenizer, self._loader, self._requests)
         self._pins = PrefixPins()
+        self._loader.keep_in_step(self.scheduler, self._requests, self._pins)
         self._stats = StatsRecorder()
         self._notify("engine_started", engine=self)
         self._policy_errors.raise_first()
@@ -123,7 +124,7 @@ class Engine(Exclusive):
         Raises RequestRefused (ContextOverflow when it could never fit, QueueFull when ``max_waiting`` wait), and
         ConfigError for a field of ``params`` that cannot be used; everything is left as it was.
         """
-        self._refresh()
+        self._loader.refresh()
         request = self.prepare(prompt, params, **options)
         self.check_queue()
         self._queue(request)
@@ -140,7 +141,7 @@ class Engine(Exclusive):
 
         Raises RequestRefused when a plugin refuses it or its id is taken.
         """
-        self._refresh()
+        self._loader.refresh()
         self._requests.check_free(request.request_id)
         self._queue(request)
 
@@ -187,7 +188,7 @@ class Engine(Exclusive):
     def _whole_step(self, drain: bool) -> list[RequestOutput]:
         """A step that leaves the books right whatever breaks it off."""
         if self._loader.stale_reason is not None and self.scheduler.has_work():
-            self._reload()
+            self._loader.refresh()
         try:
             outputs = self._step(drain)
         except BaseException:
@@ -259,7 +260,7 @@ class Engine(Exclusive):
         ``progress`` shows a bar. Other requests of the engine go on meanwhile. A prompt that is refused raises before
         any is queued. Interrupted, it aborts its own requests.
         """
-        self._refresh()
+        self._loader.refresh()
         pending = deque(self._intake.build_all(as_prompts(prompts), params, options, self.clock()))
         outputs = [sample.output for request in pending for sample in (request, *request.forks)]
         unfinished: set[str] = set()
@@ -303,7 +304,7 @@ class Engine(Exclusive):
     @alone
     def fit(self, lengths: Sequence[int]) -> None:
         """Size an elastic engine's cache so that requests of these lengths (prompt and output) run at once."""
-        self._refresh()
+        self._loader.refresh()
         self._served.fit(lengths, is_idle=not self.scheduler.has_work())
 
     def runs_at_once(self, lengths: Sequence[int]) -> bool:
@@ -345,28 +346,7 @@ class Engine(Exclusive):
         When the model cannot be loaded any more this raises, as making an engine would, and every unfinished request
         ends with ``"error"`` and the cause. The engine stays open: each further request tries again to load it.
         """
-        self._loader.stale_reason = "weights_changed() was called"
-        self._reload()
-
-    def _refresh(self) -> None:
-        """Look for changes of the model whenever an idle engine gets work."""
-        if not self.scheduler.has_work():
-            self._loader.look()
-        if self._loader.stale_reason is not None:
-            self._reload()
-
-    def _reload(self) -> None:
-        """Serve the model as it is now; the requests compute everything again."""
-        self.scheduler.restart(self.clock())
-        try:
-            self._loader.reload()
-        except Exception as error:
-            for request in self._requests:
-                self._requests.fail(request, error)
-            raise
-        self.scheduler.blocks = self.blocks
-        self._pins.renew(self.blocks)
-        self._loader.stale_reason = None
+        self._loader.reload("weights_changed() was called")
 
     @property
     def _served(self) -> ServedModel:

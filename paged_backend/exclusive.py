@@ -15,7 +15,7 @@ class Exclusive:
 
     def __init__(self) -> None:
         self._closed = False
-        # The call that has the turn. A dict, since neither a thread nor Ctrl-C can divide its setdefault().
+        # The call that has the turn. A dict, since neither another thread nor Ctrl-C can divide its setdefault().
         self._turn: dict[str, _Call] = {}
 
     @property
@@ -52,10 +52,6 @@ class Exclusive:
             "use AsyncEngine(engine), whose methods may be called from any thread"
         )
 
-    def _give_turn_back(self, call: _Call) -> None:
-        if self._turn.get("holder") is call:
-            del self._turn["holder"]
-
 
 class _Call:
     def __init__(self) -> None:
@@ -78,6 +74,11 @@ def alone(method: Callable[Concatenate[Owner, Arguments], Result]) -> Callable[C
             self._take_turn(call)
             return method(self, *args, **kwargs)
         finally:
-            self._give_turn_back(call)
+            # Nothing is called here, after which Ctrl-C could come before the turn is given back.
+            try:
+                if self._turn["holder"] is call:
+                    del self._turn["holder"]
+            except KeyError:
+                pass
 
     return run

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from paged_backend.config import EngineConfig
 from paged_backend.plugin_manager import PluginManager
 from paged_backend.policy_errors import PolicyErrors
+from paged_backend.prefix_pins import PrefixPins
+from paged_backend.request_table import RequestTable
+from paged_backend.scheduler import Scheduler
 from paged_backend.served_model import ServedModel
 
 logger = logging.getLogger("paged_backend")
@@ -20,10 +24,22 @@ class ModelLoader:
     served: what runs now. stale_reason: why it has to be loaded again before anything else is computed, or None.
     """
 
+    _scheduler: Scheduler
+    _requests: RequestTable
+    _pins: PrefixPins
+
     def __init__(
-        self, model: Any, config: EngineConfig, plugins: PluginManager, policy_errors: PolicyErrors, *, elastic: bool
+        self,
+        model: Any,
+        config: EngineConfig,
+        plugins: PluginManager,
+        policy_errors: PolicyErrors,
+        clock: Callable[[], float],
+        *,
+        elastic: bool,
     ) -> None:
         self._model = weakref.ref(model)
+        self._clock = clock
         self._config = config
         self._plugins = plugins
         self._policy_errors = policy_errors
@@ -32,24 +48,39 @@ class ModelLoader:
         self.served = self._load(model)
         self.served.make_cache()
 
-    def look(self) -> None:
-        """Compare the model with what it was when it was loaded."""
-        if self.stale_reason is None:
+    def keep_in_step(self, scheduler: Scheduler, requests: RequestTable, pins: PrefixPins) -> None:
+        """Name those that work with what is served, so that a reload can bring them along."""
+        self._scheduler, self._requests, self._pins = scheduler, requests, pins
+
+    def refresh(self) -> None:
+        """Before anything is computed: look at the model if nothing runs, and load it again if it changed."""
+        if self.stale_reason is None and not self._scheduler.has_work():
             self.stale_reason = self.served.twin.stale_reason()
+        if self.stale_reason is not None:
+            self.reload(self.stale_reason)
 
-    def reload(self) -> None:
-        """Serve the model as it is now, with an empty cache; the owner clears ``stale_reason`` when it has taken over.
+    def reload(self, reason: str) -> None:
+        """Serve the model as it is now; the requests compute everything again.
 
-        Raises what kept it from being loaded; what was served may have lost its cache then, and nothing may run before
-        another ``reload`` succeeds.
+        When that fails they end with ``"error"`` and the cause, which is raised, and nothing runs before it succeeds.
         """
+        self.stale_reason = reason
+        logger.info("loading the model again: %s", reason)
+        self._scheduler.restart(self._clock())
         model = self._model()
         if model is not None:
-            logger.info("loading the model again: %s", self.stale_reason)
-            served = self._load(model)
-            # First, since there may be no memory for both.
-            served.make_cache(self.served.drop_cache())
+            try:
+                served = self._load(model)
+                # First, since there may be no memory for both.
+                served.make_cache(self.served.drop_cache())
+            except Exception as error:
+                for request in self._requests:
+                    self._requests.fail(request, error)
+                raise
             self.served = served
+            self._scheduler.blocks = served.blocks
+            self._pins.renew(served.blocks)
+        self.stale_reason = None
 
     def _load(self, model: Any) -> ServedModel:
         return ServedModel(model, self._config, self._plugins, self._policy_errors, elastic=self.elastic)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import threading
 
 import pytest
@@ -108,6 +110,19 @@ def test_a_hook_that_calls_back_gets_an_answer_each_time_and_the_request_its_tok
     engine.blocks.check_integrity()
 
 
+def test_a_hook_that_is_told_of_the_new_engine_may_use_it(llama):
+    seen = []
+
+    class Eager:
+        @hookimpl
+        def engine_started(self, engine) -> None:
+            seen.append((engine.stats().num_steps, engine.generate([[5, 6]], SHORT)[0].finish_reason))
+
+    engine = Engine(llama, plugins=[Eager()])
+    assert seen == [(0, "length")]
+    assert engine.stats().policy_errors == {}
+
+
 def test_a_hook_that_asks_a_closed_engine_hears_that_it_is_closed(llama):
     answers = []
 
@@ -137,3 +152,20 @@ def test_a_call_that_raises_gives_its_turn_back(llama):
     with pytest.raises(ValueError, match="empty"):
         engine.add_request([])
     assert engine.generate([[5]], SHORT)[0].finish_reason == "length"
+
+
+def test_ctrl_c_at_any_moment_of_a_call_gives_the_turn_back(llama):
+    def interrupt(*args) -> None:
+        raise KeyboardInterrupt
+
+    engine, moments = Engine(llama), random.Random(0)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, 2e-4))
+                while True:
+                    engine.abort("nobody")
+            assert engine.abort("nobody") is False
+    finally:
+        signal.signal(signal.SIGALRM, before)
