@@ -158,14 +158,17 @@ def test_ctrl_c_at_any_moment_of_a_call_gives_the_turn_back(llama):
     def interrupt(*args) -> None:
         raise KeyboardInterrupt
 
+    def call_until_interrupted(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            engine.abort("nobody")
+
     engine, moments = Engine(llama), random.Random(0)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for _ in range(300):
             with pytest.raises(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, 2e-4))
-                while True:
-                    engine.abort("nobody")
+                call_until_interrupted(moments.uniform(1e-5, 2e-4))
             assert engine.abort("nobody") is False
     finally:
         signal.signal(signal.SIGALRM, before)
