@@ -105,6 +105,11 @@ class EngineConfig:
         _require_choice("optimize", self.optimize, OPTIMIZE)
         if self.quantize not in QUANTIZE:
             raise ConfigError(f"quantize={self.quantize!r} is unknown; choose from {QUANTIZE}")
+        if self.quantize is not None and self.optimize == "none":
+            raise ConfigError(
+                f"quantize={self.quantize!r} replaces modules of the engine's copy, and optimize='none' leaves all as "
+                "they are; use optimize='auto', or quantize=None"
+            )
         for name in ("enable_prefix_caching", "strict_policies"):
             _require_bool(name, getattr(self, name))
         if not isinstance(self.attention_backend, str):

@@ -72,7 +72,11 @@ def swap_modules(
     decodes and prefill chunks. ``optimize="memory"`` replaces only what needs no copy of weights, ``"none"`` nothing.
     """
     swaps = Swaps()
-    if optimize == "none" or twin.device.type != "cpu":
+    if optimize == "none":
+        return swaps
+    if twin.device.type != "cpu":
+        if quantize is not None:
+            swaps.refused["the model"] = f"it is on {twin.device}, and weights are rounded on a CPU only"
         return swaps
     if not can_fuse(backend):
         swaps.refused["the model"] = "the C++ operations are not in use"

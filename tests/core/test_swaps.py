@@ -76,14 +76,33 @@ def test_saving_memory_copies_no_weight(tiny_model):
     assert stats.swaps_made == {"norm": 7}
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_the_users_model_is_untouched(tiny_model, quantize):
+@pytest.mark.parametrize(
+    ("optimize", "quantize"), [("auto", None), ("memory", None), ("none", None), ("auto", "int8"), ("memory", "int8")]
+)
+def test_the_users_model_is_untouched(tiny_model, optimize, quantize):
     model = tiny_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     kinds = [type(module) for module in model.modules()]
-    Engine(model, quantize=quantize).generate(PROMPTS, GREEDY)
-    assert [type(module) for module in model.modules()] == kinds
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    expected = stock_tokens(model)
+
+    def check():
+        assert [type(module) for module in model.modules()] == kinds
+        assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == places
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        assert stock_tokens(model) == expected
+
+    with Engine(model, optimize=optimize, quantize=quantize) as engine:
+        check()
+        engine.add_request(PROMPTS[0], GREEDY)
+        engine.step()
+        check()
+        first = tokens(engine)
+        engine.weights_changed()
+        check()
+        assert tokens(engine) == first
+        check()
+    check()
 
 
 def test_changed_weights_are_packed_again(tiny_model):
@@ -193,6 +212,19 @@ def test_int8_weights_take_a_byte_each_and_stay_close(tiny_model):
 def test_int8_without_the_cpp_operations_is_refused(tiny_model):
     with pytest.raises(ConfigError, match="quantize='int8' cannot be had here"):
         Engine(tiny_model("llama"), quantize="int8", attention_backend="reference")
+
+
+def test_int8_without_replaced_modules_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match="quantize='int8' replaces modules.*use optimize='auto', or quantize=None"):
+        EngineConfig(quantize="int8", optimize="none")
+
+
+def test_int8_off_a_cpu_is_refused_with_the_device(tiny_model):
+    twin = Twin(tiny_model("llama"))
+    twin.device = torch.device("meta")
+    assert swap_modules(twin, quantize="int8").refused == {
+        "the model": "it is on meta, and weights are rounded on a CPU only"
+    }
 
 
 @pytest.mark.parametrize(("field", "value"), [("optimize", "fast"), ("optimize", None), ("quantize", "int4")])
