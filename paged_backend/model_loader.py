@@ -68,18 +68,18 @@ class ModelLoader:
         logger.info("loading the model again: %s", reason)
         self._scheduler.restart(self._clock())
         model = self._model()
-        if model is not None:
-            try:
-                served = self._load(model)
-                # First, since there may be no memory for both.
-                served.make_cache(self.served.drop_cache())
-            except Exception as error:
-                for request in self._requests:
-                    self._requests.fail(request, error)
-                raise
-            self.served = served
-            self._scheduler.blocks = served.blocks
-            self._pins.renew(served.blocks)
+        try:
+            # A model that is gone can have changed no more, but its twin may have lost its cache.
+            served = self.served if model is None else self._load(model)
+            # The old cache goes first, since there may be no memory for both.
+            served.make_cache(self.served.drop_cache())
+        except Exception as error:
+            for request in self._requests:
+                self._requests.fail(request, error)
+            raise
+        self.served = served
+        self._scheduler.blocks = served.blocks
+        self._pins.renew(served.blocks)
         self.stale_reason = None
 
     def _load(self, model: Any) -> ServedModel:

@@ -137,6 +137,13 @@ def test_an_id_that_is_no_text_is_refused_when_asked_about(engine, request_id):
     assert engine.has_unfinished_requests()
 
 
+def test_a_salt_that_is_no_text_is_refused_for_pins_too(engine):
+    for call in (engine.pin_prefix, engine.unpin_prefix):
+        with pytest.raises(RequestRefused, match=r"cache_salt must be a text, got \[1\]"):
+            call([5] * 32, cache_salt=[1])
+    assert engine.blocks.pools[0].num_pinned == 0
+
+
 def test_a_number_that_a_caller_took_as_a_name_is_not_given_again(engine):
     assert engine.add_request([5], SHORT, request_id="1") == "1"
     ids = [engine.add_request([5], SHORT) for _ in range(3)]

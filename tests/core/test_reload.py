@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from oracle import draw_prompts, stock_greedy
@@ -100,6 +103,21 @@ def test_a_cache_that_cannot_be_had_again_fails_the_requests_and_is_tried_again(
             engine.add_request(PROMPT, GREEDY)
     assert engine.generate([PROMPT], GREEDY)[0].token_ids == stock_greedy(llama, PROMPT, NUM_TOKENS)
     assert engine.stats().reserved_bytes > 0
+
+
+def test_a_model_that_is_gone_after_its_cache_was_lost_gets_another_one(monkeypatch):
+    model = make_tiny("llama")
+    engine = Engine(model)
+    expected = engine.generate([PROMPT], GREEDY)[0].token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr("paged_backend.served_model.BlockManager", None)
+        with pytest.raises(TypeError):
+            engine.weights_changed()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert engine.generate([PROMPT], GREEDY)[0].token_ids == expected
 
 
 def test_an_interrupted_reload_is_made_up_for_before_the_next_step(llama, monkeypatch):
