@@ -3,9 +3,9 @@
     taskset -c 1 python kernels/bench/bench_cpu.py MODEL [--threads 1] [--dtype bfloat16] [--quantize int8] [--stock]
 
 MODEL is a folder or hub id. Prints the fastest product and the fastest read of memory that the machine shows, then
-tokens a second of four workloads, then where the time of a step of decodes goes. --stock adds one padded batch of
-stock generate, --perplexity what int8 weights cost on text.txt. Pin the process: on a busy machine, threads that wait
-for each other are slower than one alone.
+tokens a second of four workloads beside what these ceilings allow, then where the time of a step of decodes goes.
+--stock adds one padded batch of stock generate, --perplexity what int8 weights cost on text.txt; --tiny shrinks the
+workloads, for a test. Pin the process: on a busy machine, threads that wait for each other are slower than one alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from paged_backend.batch import build_batch
 from paged_backend.fused import FusedLayer
 from paged_backend.kernels import cpu, decode_attention
 
+# Decodes at a context whose step is split, and what is run of each workload when all is to be tiny.
+_SPLITS = ((1, 128), (32, 250), (8, 2048))
+_TINY = 8
 _TEXT = Path(__file__).with_name("text.txt")
 _MEMORY_BYTES = 256 << 20
 
@@ -98,10 +101,10 @@ class Steps:
         self.stats.append(stats)
 
 
-def rates(engine: Engine, steps: Steps, work: list[dict]) -> tuple[float, float, float]:
-    """Tokens a second of a workload, of its steps of decodes alone, and milliseconds outside the forward pass.
+def rates(engine: Engine, steps: Steps, work: list[dict]) -> tuple[float, float, float, float]:
+    """Tokens a second of a workload, of its steps of decodes alone, and what steps took outside the forward pass.
 
-    The last is the median of the steps with the most decodes.
+    That is the milliseconds of the median of the steps with the most decodes, and the share of the whole workload.
     """
     steps.stats.clear()
     seconds, tokens = run_engine(engine, work)
@@ -109,16 +112,65 @@ def rates(engine: Engine, steps: Steps, work: list[dict]) -> tuple[float, float,
     decoding = sum(step.forward_s + step.overhead_s for step in alone)
     most = max(step.num_decodes for step in steps.stats)
     overhead = statistics.median(1e3 * step.overhead_s for step in alone if step.num_decodes >= 0.9 * most)
-    return sum(map(len, tokens)) / seconds, sum(step.num_new_tokens for step in alone) / decoding, overhead
+    outside = seconds - sum(step.forward_s for step in steps.stats)
+    return sum(map(len, tokens)) / seconds, sum(s.num_new_tokens for s in alone) / decoding, overhead, outside / seconds
 
 
-def step_split(engine: Engine, num_seqs: int, context: int, gflops: float, gbs: float) -> None:
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """GFLOP/s and GB/s that the machine shows, and the weights of a model: of all its layers, and of its head."""
+
+    gflops: float
+    gbs: float
+    layers: list[cpu.PackedLinear]
+    heads: list[cpu.PackedLinear]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.num_bytes for weight in self.layers + self.heads)
+
+    def operations(self, num_tokens: int, num_rows: int) -> int:
+        """Of a step's products: all tokens pass the layers, and those whose logits are wanted the head."""
+        sizes = [sum(w.num_columns * _depth(w) for w in weights) for weights in (self.layers, self.heads)]
+        return 2 * (num_tokens * sizes[0] + num_rows * sizes[1])
+
+    def products_s(self, num_tokens: int, num_rows: int) -> float:
+        """The least that a step's products take: all arithmetic, and every weight read once."""
+        return max(self.operations(num_tokens, num_rows) / self.gflops, self.weight_bytes / self.gbs) / 1e9
+
+    def workload_s(self, engine: Engine, steps: Steps, work: list[dict]) -> float:
+        """The least that a workload takes in the steps that were run: products, and the attention of every token.
+
+        A decode reads the keys and values before it. Chunks multiply by theirs, once for scores and once for values.
+        """
+        products = sum(
+            self.products_s(step.num_decodes + step.num_prefill_tokens, step.num_new_tokens) for step in steps.stats
+        )
+        read = multiplied = 0
+        for request in work:
+            prompt, output = len(request["prompt"]), request["max_new_tokens"]
+            read += sum(range(prompt + 1, prompt + output))
+            multiplied += prompt * (prompt + 1) // 2
+        layers = engine.twin.layers
+        read *= sum(spec.bytes_per_token() for spec in layers)
+        multiplied *= sum(2 * spec.num_heads * (spec.key_dim + spec.value_dim) for spec in layers)
+        return products + read / self.gbs / 1e9 + multiplied / self.gflops / 1e9
+
+
+def ceilings(engine: Engine, dtype: torch.dtype) -> Ceilings:
+    """Measured now, for the weights of the engine's packed layers and head."""
+    modules = list(engine.twin.module.modules())
+    return Ceilings(
+        product_ceiling(dtype),
+        memory_ceiling(),
+        [weight for module in modules if isinstance(module, FusedLayer) for weight in module.weights],
+        [module.packed for module in modules if hasattr(module, "packed")],
+    )
+
+
+def step_split(engine: Engine, num_seqs: int, context: int, best: Ceilings) -> None:
     """Print where a step of `num_seqs` decodes at a context goes: products, attention, the rest of the pass."""
     runner, twin = engine.runner, engine.twin
-    layers = [module for module in twin.module.modules() if isinstance(module, FusedLayer)]
-    if not layers:
-        print("  no whole layers were swapped; a split would be of somebody else's modules")
-        return
     block_size = engine.blocks.block_size
     width = -(-context // block_size)
     engine.fit([context] * num_seqs)
@@ -133,15 +185,11 @@ def step_split(engine: Engine, num_seqs: int, context: int, gflops: float, gbs: 
     )
     whole = best_seconds(lambda: runner.forward(batch))
 
-    heads = [module for module in twin.module.modules() if hasattr(module, "packed")]
     rows = {}
 
     def products() -> None:
-        for layer in layers:
-            for weight in layer.weights:
-                weight(rows.setdefault(_depth(weight), torch.randn(num_seqs, _depth(weight)).to(twin.dtype)))
-        for head in heads:
-            head.packed(rows.setdefault(_depth(head.packed), torch.randn(num_seqs, _depth(head.packed)).to(twin.dtype)))
+        for weight in best.layers + best.heads:
+            weight(rows.setdefault(_depth(weight), torch.randn(num_seqs, _depth(weight)).to(twin.dtype)))
 
     spec = twin.layers[0]
     query = torch.randn(num_seqs, spec.num_heads, spec.key_dim).to(spec.dtype)
@@ -155,24 +203,23 @@ def step_split(engine: Engine, num_seqs: int, context: int, gflops: float, gbs: 
                 scale=1.0, window=rule.window, chunk=rule.chunk, backend="cpu",
             )  # fmt: skip
 
-    weights = [weight for layer in layers for weight in layer.weights] + [head.packed for head in heads]
-    bytes_read = sum(weight.num_bytes for weight in weights)
-    operations = 2 * num_seqs * sum(weight.num_columns * _depth(weight) for weight in weights)
+    operations = best.operations(num_seqs, num_seqs) / 1e9
+    gigabytes = best.weight_bytes / 1e9
     kv_bytes = sum(spec.bytes_per_token() for spec in twin.layers) * num_seqs * context
     linear_s, attention_s = best_seconds(products), best_seconds(attention)
     rest = max(0.0, whole - linear_s - attention_s)
-    floor = max(operations / gflops / 1e9, bytes_read / gbs / 1e9) + kv_bytes / gbs / 1e9
+    floor = best.products_s(num_seqs, num_seqs) + kv_bytes / best.gbs / 1e9
     print(
         f"  {num_seqs} decodes at {context}: {whole * 1e3:.1f} ms, at least {floor * 1e3:.1f} ms ({floor / whole:.0%})"
     )
     print(
-        f"    products {linear_s * 1e3:.1f} ms: {operations / linear_s / 1e9:.0f} GFLOP/s "
-        f"({operations / linear_s / 1e9 / gflops:.0%}), {bytes_read / linear_s / 1e9:.1f} GB/s "
-        f"({bytes_read / linear_s / 1e9 / gbs:.0%})"
+        f"    products {linear_s * 1e3:.1f} ms: {operations / linear_s:.0f} GFLOP/s "
+        f"({operations / linear_s / best.gflops:.0%}), {gigabytes / linear_s:.1f} GB/s "
+        f"({gigabytes / linear_s / best.gbs:.0%})"
     )
     print(
         f"    attention {attention_s * 1e3:.1f} ms: {kv_bytes / attention_s / 1e9:.1f} GB/s of keys and values "
-        f"({kv_bytes / attention_s / 1e9 / gbs:.0%})"
+        f"({kv_bytes / attention_s / 1e9 / best.gbs:.0%})"
     )
     print(f"    small operations and Python {rest * 1e3:.1f} ms")
 
@@ -205,13 +252,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--perplexity", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
 
-    gflops, gbs = product_ceiling(dtype), memory_ceiling()
-    print(f"{args.dtype}, {args.threads} thread(s): at best {gflops:.0f} GFLOP/s and {gbs:.1f} GB/s")
     start, steps = time.perf_counter(), Steps()
     options = {"optimize": args.optimize, "quantize": args.quantize, "plugins": [steps]}
     engine = Engine(model, elastic=True, enable_prefix_caching=False, **options)
@@ -220,19 +266,30 @@ def main() -> None:
     print(f"swapped {stats.swaps_made}")
     for name, why in list(stats.swaps_refused.items())[:5]:
         print(f"  {name} was not swapped: {why}")
+    best = ceilings(engine, dtype)
+    print(f"{args.dtype}, {args.threads} thread(s): at best {best.gflops:.0f} GFLOP/s and {best.gbs:.1f} GB/s")
 
     work = workloads(model.config.vocab_size, args.seed)
+    if args.tiny:
+        small = [{"prompt": r["prompt"][:_TINY], "max_new_tokens": _TINY} for r in work["32 ragged"]]
+        work = {"32 ragged": small}
     for name, requests in work.items():
         engine.fit([len(r["prompt"]) + r["max_new_tokens"] for r in requests])
         rounds = [rates(engine, steps, requests) for _ in range(args.rounds)]
-        whole, decode, overhead = (statistics.median(figures) for figures in zip(*rounds, strict=True))
+        whole, decode, overhead, outside = (statistics.median(figures) for figures in zip(*rounds, strict=True))
         print(
             f"{name}: {whole:.1f} tokens/s, {decode:.1f} in steps of decodes alone, "
-            f"{overhead:.2f} ms of a step outside the forward pass"
+            f"{overhead:.2f} ms of a step outside the forward pass, {outside:.1%} of the time in all"
         )
+        if best.layers:
+            seconds = sum(r["max_new_tokens"] for r in requests) / whole
+            least = best.workload_s(engine, steps, requests)
+            print(f"  {seconds:.2f} s; by the ceilings at least {least:.2f} s, of which this is {least / seconds:.0%}")
     ragged = work["32 ragged"]
-    for num_seqs, context in ((1, 128), (32, 250), (8, 2048)):
-        step_split(engine, num_seqs, context, gflops, gbs)
+    if not best.layers:
+        print("no whole layers were swapped; a split of steps would be of somebody else's modules")
+    for num_seqs, context in _SPLITS if best.layers else ():
+        step_split(engine, num_seqs, _TINY if args.tiny else context, best)
     if args.stock:
         stock_s, stock_tokens = run_stock(model, ragged)
         paged_s, paged_tokens = run_engine(engine, ragged)
