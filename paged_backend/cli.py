@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -106,8 +108,39 @@ def plugins() -> None:
 def _read_prompts(path: Path) -> list[str]:
     try:
         texts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{path} is not JSON: {error}", param_hint="--prompts") from error
+    except OSError as error:
+        raise typer.BadParameter(f"{error}", param_hint="--prompts") from error
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise typer.BadParameter(f"{path} must hold a JSON list of texts, none of them empty", param_hint="--prompts")
     return texts
+
+
+def run() -> None:
+    """The command as a process of its own.
+
+    At its end the interpreter would look at every object of torch and transformers several times, which takes seconds
+    on a busy machine: after all else is done, the process leaves without.
+    """
+    codes: list[int] = []
+    # What is registered first is called last.
+    atexit.register(_leave, codes)
+    try:
+        app(prog_name="paged-backend")
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            codes.append(end.code)
+        raise
+
+
+def _leave(codes: list[int]) -> None:
+    for code in codes:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

@@ -26,14 +26,15 @@ def chat(
     temperature: cli_engine.Temperature = 0.7,
     top_p: cli_engine.TopP = 0.95,
     seed: cli_engine.Seed = None,
+    scheduler: cli_engine.Scheduler = "fifo",
     kv_cache_memory: cli_engine.KVCacheMemory = None,
     threads: cli_engine.Threads = None,
 ) -> None:
     """Talk to a model. Its answers stream; Ctrl-C cancels one and keeps the chat; /stats shows numbers."""
     console = Console(highlight=False)
     params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    options = {"max_num_seqs": 1, "kv_cache_memory": kv_cache_memory}
-    with cli_engine.errors_in_words(), cli_engine.open_engine(model, threads, console, **options) as engine:
+    options = {"scheduler": scheduler, "max_num_seqs": 1, "kv_cache_memory": kv_cache_memory}
+    with cli_engine.errors_in_words(), cli_engine.open_engine(model, threads, console, params, **options) as engine:
         from paged_backend.service import AsyncEngine
 
         with AsyncEngine(engine) as service:
@@ -73,12 +74,15 @@ class Conversation:
     def _read(self) -> str | None:
         while True:
             try:
-                return input("> ").strip()
+                # A terminal in another encoding may leave halves of characters.
+                return input("> ").strip().encode(errors="replace").decode()
             except KeyboardInterrupt:
                 self._console.print()
             except EOFError:
                 self._console.print()
                 return None
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"the input is no UTF-8 text: {error}") from error
 
     def ask(self, said: str) -> None:
         """Print the answer as it comes; cancelled, what there is of it stays part of the conversation."""
@@ -93,16 +97,15 @@ class Conversation:
 
     def _answer(self) -> str:
         started, first, num_tokens, answer = time.perf_counter(), None, 0, ""
-        handle = self._submit()
         try:
-            for delta in handle:
+            # Nothing else refers to the handle, so that whatever ends the loop early cancels the request.
+            for delta in self._submit():
                 first = first or time.perf_counter()
                 num_tokens += len(delta.token_ids)
                 answer += delta.text
                 self._console.out(delta.text, end="", highlight=False)
             self._console.print()
         except KeyboardInterrupt:
-            handle.cancel()
             self._console.print("\ncancelled", style="dim")
         except PagedBackendError:
             self._console.print()

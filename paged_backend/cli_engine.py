@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from paged_backend.errors import PagedBackendError
+from paged_backend.errors import ConfigError, PagedBackendError
 
 if TYPE_CHECKING:
     from paged_backend.engine import Engine
@@ -20,9 +21,14 @@ Model = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per answer, at most.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the probability that tokens are drawn from.")]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of the probability that tokens are drawn from, above 0.")
+]
 Seed = Annotated[int | None, typer.Option(help="Makes the drawn tokens repeatable.")]
-KVCacheMemory = Annotated[str | None, typer.Option(help="Memory for keys and values, such as 512MiB or 0.5 of a GPU.")]
+Scheduler = Annotated[str, typer.Option(help="The scheduling policy; see paged-backend plugins.")]
+KVCacheMemory = Annotated[
+    str | None, typer.Option(help="Memory for keys and values: a size such as 512MiB, or a share of a GPU such as 0.5.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default all that torch takes.")]
 
 
@@ -37,8 +43,13 @@ def errors_in_words() -> Iterator[None]:
 
 
 @contextmanager
-def open_engine(model: str | None, threads: int | None, console: Console, **options: Any) -> Iterator[Engine]:
-    """An engine for the named model or the sample model, in the dtype that its weights are stored in."""
+def open_engine(
+    model: str | None, threads: int | None, console: Console, params: dict[str, Any], **options: Any
+) -> Iterator[Engine]:
+    """An engine for the named model or the sample model, in the dtype that its weights are stored in.
+
+    Raises ConfigError for ``params`` that no request could have, before the model is loaded.
+    """
     # On a machine that does other work too, threads that spin while they wait take the time from those they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with console.status("loading the model") as status:
@@ -48,7 +59,9 @@ def open_engine(model: str | None, threads: int | None, console: Console, **opti
 
         from paged_backend import sample_model
         from paged_backend.engine import Engine
+        from paged_backend.sampling_params import SamplingParams
 
+        SamplingParams(**params)
         logging.disable_progress_bar()
         if threads is not None:
             torch.set_num_threads(threads)
@@ -56,8 +69,15 @@ def open_engine(model: str | None, threads: int | None, console: Console, **opti
             status.update(f"fetching {sample_model.NAME} (93 MB, once)")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         options = {name: value for name, value in options.items() if value is not None}
-        engine = Engine.from_pretrained(
-            model or sample_model.fetch(), model_kwargs={"dtype": "auto", "device_map": device}, **options
-        )
+        if re.fullmatch(r"0?\.\d+", options.get("kv_cache_memory", "")):
+            options["kv_cache_memory"] = float(options["kv_cache_memory"])
+        folder = model or sample_model.fetch()
+        try:
+            engine = Engine.from_pretrained(folder, model_kwargs={"dtype": "auto", "device_map": device}, **options)
+        except (PagedBackendError, OSError):
+            raise
+        except Exception as error:
+            # What transformers raises for a folder that it can make nothing of may be anything.
+            raise ConfigError(f"the model {folder} cannot be loaded: {error!r}") from error
     with engine:
         yield engine

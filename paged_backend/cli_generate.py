@@ -34,7 +34,11 @@ _BEGINNING = '{"index": '
 def generate(
     prompts: Annotated[
         Path,
-        typer.Argument(dir_okay=False, allow_dash=True, help="A file with one prompt a line; - is standard input."),
+        typer.Argument(
+            dir_okay=False,
+            allow_dash=True,
+            help="A UTF-8 file with one prompt a line, empty lines aside; - is standard input.",
+        ),
     ] = DASH,
     output: Annotated[
         Path,
@@ -45,8 +49,8 @@ def generate(
         bool | None,
         typer.Option(
             "--jsonl/--text",
-            help='Lines are JSON objects with "prompt" (text or token ids) and, if you like, "params"; by default when '
-            "the file's name ends with .jsonl.",
+            help='Lines are JSON objects with "prompt" (text or token ids) and, if you like, "params" and an "id"; by '
+            "default when the file's name ends with .jsonl.",
         ),
     ] = None,
     max_tokens: cli_engine.MaxTokens = 128,
@@ -54,7 +58,7 @@ def generate(
     top_p: cli_engine.TopP = 1.0,
     seed: cli_engine.Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be given again.")] = None,
-    scheduler: Annotated[str, typer.Option(help="The scheduling policy; see paged-backend plugins.")] = "fifo",
+    scheduler: cli_engine.Scheduler = "fifo",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = 64,
     kv_cache_memory: cli_engine.KVCacheMemory = None,
     threads: cli_engine.Threads = None,
@@ -70,15 +74,17 @@ def generate(
         source, total = sys.stdin, None
         if prompts != DASH:
             source = stack.enter_context(prompts.open(encoding="utf-8"))
-            total = sum(bool(line.strip()) for line in source)
-            source.seek(0)
         lines = Lines(source, prompts.suffix == ".jsonl" if jsonl is None else jsonl, params)
+        if source.seekable() and prompts != DASH:
+            # A line that cannot be used is told now, rather than after hours of answering.
+            total = sum(1 for _ in lines)
+            source.seek(0)
         target, done = sys.stdout, {}
         if output != DASH:
             done = answered(output)
             target = stack.enter_context(output.open("a", encoding="utf-8"))
         options = {"scheduler": scheduler, "max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
-        engine = stack.enter_context(cli_engine.open_engine(model, threads, console, **options))
+        engine = stack.enter_context(cli_engine.open_engine(model, threads, console, params, **options))
         from paged_backend.service import AsyncEngine
 
         bar = stack.enter_context(_bar(console))
@@ -96,7 +102,10 @@ def generate(
 
 
 class Lines:
-    """The prompts of a file, each with its index: an object with "prompt" and the params to run it with."""
+    """The prompts of a file, each with its index: an object with "prompt" and the params to run it with.
+
+    Raises ConfigError at the first line that cannot be used.
+    """
 
     def __init__(self, source: TextIO, jsonl: bool, params: dict[str, Any]) -> None:
         self._source = source
@@ -104,14 +113,23 @@ class Lines:
         self._params = params
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        lines = (line for line in self._source if line.strip())
-        for index, line in enumerate(lines):
-            yield index, self._read(index, line) if self._jsonl else {"prompt": line.rstrip("\r\n"), **self._asked({})}
+        index, ids = 0, dict[str | int, int]()
+        try:
+            for line in self._source:
+                if not line.strip():
+                    continue
+                prompt = self._read(index, line) if self._jsonl else {"prompt": line.rstrip("\r\n")}
+                if (name := prompt.get("id")) is not None and ids.setdefault(name, index) != index:
+                    raise ConfigError(f"prompts {ids[name]} and {index} have the same id {name!r:.80}")
+                yield index, {**prompt, "params": {**self._params, **prompt.get("params", {})}}
+                index += 1
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self._source.name} is no UTF-8 text, at or after prompt {index}: {error}") from error
 
     def _read(self, index: int, line: str) -> dict[str, Any]:
         try:
             prompt = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"prompt {index} is not JSON ({error}): {line.strip():.80}") from error
         if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt"), (str, list)):
             raise ConfigError(
@@ -119,10 +137,9 @@ class Lines:
             )
         if not isinstance(prompt.get("params", {}), dict):
             raise ConfigError(f'"params" of prompt {index} must be a JSON object, got {prompt["params"]!r:.80}')
-        return {**prompt, **self._asked(prompt.get("params", {}))}
-
-    def _asked(self, own: dict[str, Any]) -> dict[str, Any]:
-        return {"params": {**self._params, **own}}
+        if not isinstance(prompt.get("id"), (str, int, type(None))):
+            raise ConfigError(f'"id" of prompt {index} must be a text or a whole number, got {prompt["id"]!r:.80}')
+        return prompt
 
 
 class Run:
@@ -136,7 +153,7 @@ class Run:
         self._room = threading.Semaphore(in_flight)
         self._over: SimpleQueue[tuple[dict[str, Any], Handle | None, Exception | None] | None] = SimpleQueue()
         self._num_tokens = 0
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._writer = threading.Thread(target=self._write_all, name="answers")
 
     def __enter__(self) -> Run:
@@ -178,7 +195,8 @@ class Run:
             try:
                 if self._error is None:
                     self._write(record, handle, error)
-            except OSError as failure:
+            except Exception as failure:
+                # Whoever submits hears of it; until then there must be room, or they would wait for ever.
                 self._error = failure
             self._room.release()
 
@@ -196,19 +214,30 @@ class Run:
             self.num_answered += 1
             self._num_tokens += len(output.token_ids)
             record |= {"text": output.text, "finish_reason": output.finish_reason, "num_tokens": len(output.token_ids)}
-        self._target.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._target.write(self._as_line(record))
         self._target.flush()
         seconds = self._bar.tasks[0].elapsed or 0
         self._bar.update(self._task, advance=1, rate=f"{self._num_tokens / seconds:.0f} tokens/s" if seconds else "")
+
+    def _as_line(self, record: dict[str, Any]) -> str:
+        line = json.dumps(record, ensure_ascii=False) + "\n"
+        try:
+            line.encode(self._target.encoding)
+        except UnicodeEncodeError:
+            # Half a surrogate pair, or an output in another encoding than UTF-8.
+            return json.dumps(record) + "\n"
+        return line
 
 
 def answered(output: Path) -> dict[int, str]:
     """Index and prompt (as JSON) of the answers in a file, out of which those are taken that failed or are cut off.
 
-    Raises ConfigError, and leaves the file alone, if it holds anything else.
+    Raises ConfigError, and leaves the file alone, if it holds anything else. What is no file, such as a pipe, has none.
     """
-    if not output.exists():
+    if not output.is_file():
         return {}
+    # A link stays one.
+    output = output.resolve()
     done: dict[int, str] = {}
     keep = output.with_name(output.name + ".resuming")
     try:

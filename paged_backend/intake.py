@@ -109,6 +109,10 @@ class Intake:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestRefused("a text prompt needs a tokenizer; pass one to the engine, or pass token ids")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise RequestRefused(f"a text prompt holds half of a surrogate pair: {error}") from error
             with tokenizer_lock(self._tokenizer):
                 ids: list[int] = self._tokenizer(prompt)["input_ids"]
             return ids

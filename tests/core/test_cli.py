@@ -136,6 +136,42 @@ def test_help_does_not_wait_for_torch() -> None:
     assert result.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.parametrize("module", ["paged_backend", "paged_backend.cli"])
+def test_the_module_can_be_run_as_the_command(module: str) -> None:
+    result = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert result.returncode == 0
+    assert result.stdout == f"paged-backend {version('paged-backend')}\n"
+
+
+def test_a_command_that_fails_says_so_with_its_exit_code(tmp_path: Path) -> None:
+    arguments = ["generate", str(tmp_path / "nothing.txt")]
+    result = subprocess.run([sys.executable, "-m", "paged_backend", *arguments], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "nothing.txt" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_process_leaves_with_its_code_after_all_that_is_called_at_exit() -> None:
+    code = (
+        "import atexit, sys\n"
+        "from paged_backend import cli\n"
+        "@cli.app.command()\n"
+        "def last():\n"
+        "    class Told:\n"
+        "        def __del__(self): print('collected', file=sys.stderr)\n"
+        "    sys.kept = [Told()]\n"
+        "    sys.kept.append(sys.kept)\n"
+        "    atexit.register(print, 'called at exit')\n"
+        "    raise SystemExit(7)\n"
+        "sys.argv = ['paged-backend', 'last']\n"
+        "cli.run()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 7
+    assert result.stdout == "called at exit\n"
+    assert result.stderr == ""
+
+
 def test_without_its_extra_the_command_says_what_to_install() -> None:
     code = "import sys\nsys.modules['typer'] = None\nimport paged_backend.cli"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

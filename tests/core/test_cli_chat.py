@@ -89,6 +89,40 @@ def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(folder, asked, monkeypatch
     assert engines[0].finish_reason == "abort"
 
 
+def test_ctrl_c_before_the_first_token_keeps_the_chat_too(folder, asked, monkeypatch):
+    submit, count = AsyncEngine.submit, []
+
+    def interrupted(self, *args):
+        count.append(1)
+        if len(count) == 1:
+            raise KeyboardInterrupt
+        return submit(self, *args)
+
+    monkeypatch.setattr(AsyncEngine, "submit", interrupted)
+    result = chat(folder, ["hello", "go on"], "--max-tokens", "3")
+    assert result.exit_code == 0, result.output
+    assert "cancelled" in result.output
+    assert len(asked) == 1
+
+
+def test_the_scheduler_is_the_one_that_was_named(folder, monkeypatch):
+    named, loading = [], Engine.from_pretrained
+
+    def noting(*args, **options):
+        named.append(options["scheduler"])
+        return loading(*args, **options)
+
+    monkeypatch.setattr(Engine, "from_pretrained", noting)
+    assert chat(folder, ["hello"], "--max-tokens", "2", "--scheduler", "priority").exit_code == 0
+    assert named == ["priority"]
+
+
+def test_params_that_cannot_be_used_are_refused_before_the_chat(folder):
+    result = chat(folder, ["hello"], "--top-p", "0")
+    assert result.exit_code == 2
+    assert "top_p must be above 0" in result.output
+
+
 def test_stats_shows_the_last_answer_and_all(folder):
     result = chat(folder, ["hello", "/stats"], "--max-tokens", "6")
     assert result.exit_code == 0

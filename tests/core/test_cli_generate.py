@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def generate(folder: str, *arguments: str | Path, stdin: str | None = None) -> Result:
+def generate(folder: str, *arguments: str | Path, stdin: str | bytes | None = None) -> Result:
     options = ["--model", folder, "--kv-cache-memory", "4MiB", "--max-tokens", "8", "--threads", "1"]
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     return runner.invoke(app, ["generate", *map(str, arguments), *options], input=stdin)
@@ -181,3 +183,83 @@ def test_no_more_prompts_are_read_than_are_needed_to_keep_the_batch_full(folder,
     assert result.exit_code == 0
     assert len(records(result.stdout)) == 30
     assert max(most) <= 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bytes(range(256)), "is no UTF-8 text, at or after prompt 0"),
+        (b'{"prompt": "a"}\nwhat is this?\n', "prompt 1 is not JSON"),
+        (b"[" * 100_000, "prompt 0 is not JSON"),
+        (b'{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', "prompts 0 and 1 have the same id 1"),
+        (b'{"prompt": "a", "id": [1]}\n', '"id" of prompt 0 must be a text or a whole number'),
+    ],
+)
+def test_a_file_with_a_line_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path, content, message):
+    path, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    path.write_bytes(content)
+    result = generate("no such model", path, "--output", output)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not output.exists()
+
+
+def test_input_that_turns_out_binary_is_told_in_words(folder):
+    result = generate(folder, stdin=b"hello\n" + bytes(range(256)))
+    assert result.exit_code == 2
+    assert "<stdin> is no UTF-8 text" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--top-p", "0"], "top_p must be above 0"),
+        (["--scheduler", "nobody"], "unknown scheduler 'nobody'"),
+        (["--kv-cache-memory", "0.5"], "share of a GPU's free memory"),
+        (["--output", "/dev/full"], "No space left"),
+        (["--output", "no such folder/answers.jsonl"], "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_words(folder, prompts, arguments, message):
+    # After the options that the helper gives, whose last one counts.
+    options = ["--model", folder, "--threads", "1", "--max-tokens", "4", "--kv-cache-memory", "4MiB"]
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    result = runner.invoke(app, ["generate", str(prompts), *options, *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_folder_that_is_no_model_is_told_in_words(prompts, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "nothing of the kind"}')
+    result = generate(str(tmp_path / "model"), prompts)
+    assert result.exit_code == 2
+    assert "error: the model" in result.stderr
+
+
+def test_a_prompt_that_is_no_text_fails_alone(folder, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "\\ud800"}\n{"prompt": "x"}\n')
+    output = tmp_path / "answers.jsonl"
+    assert generate(folder, path, "--output", output).exit_code == 1
+    rows = records(output.read_text())
+    assert "half of a surrogate pair" in rows[0]["error"]
+    assert rows[0]["prompt"] == "\ud800"
+    assert "text" in rows[1]
+
+
+def test_a_device_stays_a_device_and_a_link_a_link(folder, prompts, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(output)
+    device = tmp_path / "device"
+    os.mkfifo(device)
+    reader = threading.Thread(target=device.read_text)
+    reader.start()
+    for target in (link, link, device):
+        assert generate(folder, prompts, "--output", target).exit_code == 0
+    reader.join()
+    assert link.is_symlink()
+    assert device.is_fifo()
+    assert len(records(output.read_text())) == 5
