@@ -11,6 +11,8 @@ from paged_backend import EngineConfig
 from paged_backend.errors import ConfigError, RequestRefused, UnsupportedCall
 
 CACHE_IMPLS = ("paged",)
+# What models call their cache, in one version of transformers or another.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 class GenerateCall:
@@ -116,7 +118,7 @@ def _refuse_other_kinds(model: Any, arguments: Mapping[str, Any]) -> None:
     given("dola_layers", "DoLa generation")
     given("custom_generate", "custom decoding")
     given("synced_gpus", "ranks that step together")
-    for name in ("cache", "past_key_values", "cache_params"):
+    for name in CACHE_ARGUMENTS:
         if arguments.get(name) is not None:
             raise refuse(f"{name} (a cache of the caller's)", "drop it: equal beginnings of prompts are reused anyway")
     # One that a config brings along changes no result, and many checkpoints do; one in the call is a contradiction.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_backend.integrations.generate_call import refuse
+from paged_backend.integrations.generate_call import CACHE_ARGUMENTS, refuse
 
 # Arguments of a forward pass that change nothing about the next token, whatever their value.
 _INERT_INPUTS = frozenset(
@@ -24,7 +24,6 @@ _INERT_INPUTS = frozenset(
         "use_cache",
     }
 )
-_CACHES = ("cache", "past_key_values", "cache_params")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: M
     for name, value in inputs.items():
         if value is None or name in _INERT_INPUTS or (value is False and name not in ("input_ids", "position_ids")):
             continue
-        if name in _CACHES:
+        if name in CACHE_ARGUMENTS:
             if value.get_seq_length():
                 raise refuse(f"{name} with {value.get_seq_length()} tokens in it")
             continue
