@@ -118,7 +118,7 @@ class Lines:
             for line in self._source:
                 if not line.strip():
                     continue
-                prompt = self._read(index, line) if self._jsonl else {"prompt": line.rstrip("\r\n")}
+                prompt: dict[str, Any] = self._read(index, line) if self._jsonl else {"prompt": line.rstrip("\r\n")}
                 if (name := prompt.get("id")) is not None and ids.setdefault(name, index) != index:
                     raise ConfigError(f"prompts {ids[name]} and {index} have the same id {name!r:.80}")
                 yield index, {**prompt, "params": {**self._params, **prompt.get("params", {})}}

@@ -21,7 +21,7 @@ OPEN_TO_PLUGINS = {"errors", "hookspecs", "policies", "request", "stats"}
 # Modules whose every name is public.
 PUBLIC_MODULES = {"paged_backend.errors", "paged_backend.hookspecs", "paged_backend.policies"}
 # Programs on top of the engine: they may use everything, and nothing imports them.
-PROGRAMS = {"cli", "cli_chat", "cli_engine", "cli_generate", "demo", "demo_prompts", "lab", "sample_model"}
+PROGRAMS = {"__main__", "cli", "cli_chat", "cli_engine", "cli_generate", "demo", "demo_prompts", "lab", "sample_model"}
 
 
 def imported_names(source: str, package: str) -> Iterator[str]:

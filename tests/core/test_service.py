@@ -20,6 +20,7 @@ from tiny_tokenizers import byte_tokenizer
 
 from paged_backend import AsyncEngine, Delta, Engine, SamplingParams
 from paged_backend.errors import (
+    ConfigError,
     ContextOverflow,
     DeadlineExceeded,
     EngineClosed,
@@ -655,6 +656,24 @@ def test_a_policy_that_holds_requests_back_is_slept_for(llama):
         assert engine.stats().num_steps <= 6
 
 
+def test_closing_does_not_wait_for_a_policy_that_holds_requests_back(llama):
+    engine = Engine(llama, scheduler="window", scheduler_options={"window_ms": 60_000})
+    with AsyncEngine(engine) as service:
+        handle = service.submit([5, 6], greedy(3))
+        started = time.monotonic()
+    assert handle.result().finish_reason == "length"
+    assert time.monotonic() - started < 30
+    # Three tokens, and a look before the end was asked for.
+    assert engine.stats().num_steps <= 6
+    assert_closed(service)
+
+
+@pytest.mark.parametrize("wrong", ["a/model-id", None, 5])
+def test_a_service_of_something_else_than_an_engine_is_refused(wrong):
+    with pytest.raises(ConfigError, match=rf"takes an Engine, got a {type(wrong).__name__}; make one with Engine"):
+        AsyncEngine(wrong)
+
+
 # Pausing
 
 
@@ -816,7 +835,8 @@ left = service.submit([5, 6, 7], SamplingParams(max_tokens=250, ignore_eos=True)
 next(stream := iter(handle))
 pid = os.fork()
 if pid == 0:
-    for ask in (handle.result, stream.__next__, lambda: service.submit([5]), service.pause, service.start):
+    # What came before the fork is still there to be read.
+    for ask in (handle.result, lambda: list(stream), lambda: service.submit([5]), service.pause, service.start):
         try:
             ask()
         except EngineClosed as error:
