@@ -185,11 +185,12 @@ def step_split(engine: Engine, num_seqs: int, context: int, best: Ceilings) -> N
     )
     whole = best_seconds(lambda: runner.forward(batch))
 
-    rows = {}
+    depths = {_depth(weight) for weight in best.layers + best.heads}
+    rows = {depth: torch.randn(num_seqs, depth).to(twin.dtype) for depth in depths}
 
     def products() -> None:
         for weight in best.layers + best.heads:
-            weight(rows.setdefault(_depth(weight), torch.randn(num_seqs, _depth(weight)).to(twin.dtype)))
+            weight(rows[_depth(weight)])
 
     spec = twin.layers[0]
     query = torch.randn(num_seqs, spec.num_heads, spec.key_dim).to(spec.dtype)

@@ -171,23 +171,18 @@ void write_mean(const float* sums, float factor, int64_t dim, Type type, void* r
   });
 }
 
-// Decode
-
 // scores[g][i] = query head g times key first + i, for W keys; past the last one they mean nothing. Two keys share a
 // vector, a half each, so that there are half as many lanes to sum; queries hold every half twice for that.
 template <class K, int G>
 void score_keys(const Tokens<typename K::Number>& all, int first, int count, const typename K::Row* queries,
                 int64_t query_stride, float* scores) {
   constexpr int kPairs = W / 2, kAtOnce = std::min(kPairs, 4);
-  F sums[G][kPairs];
+  F sums[G][kPairs] = {};
   PAGED_UNROLL for (int p = 0; p < kPairs; p += kAtOnce) {
     const typename K::Number* keys[2 * kAtOnce];
     PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) {
       keys[j] = all[std::min(first + p + j, count - 1)];
       keys[kAtOnce + j] = all[std::min(first + p + j + kPairs, count - 1)];
-    }
-    PAGED_UNROLL for (int g = 0; g < G; ++g) {
-      PAGED_UNROLL for (int j = 0; j < kAtOnce; ++j) sums[g][p + j] = F{};
     }
     for (int64_t d = 0; d < all.dim; d += K::kDims) {
       const bool whole = d + K::kDims <= all.dim;
@@ -408,8 +403,6 @@ void decode(const Heads& query, int64_t num_heads, const Cache& cache, const Tab
     whole.finish(rule, sequence, query.type, result);
   }
 }
-
-// Prefill
 
 // A tile of query rows, the panels that keys and values are packed into, and what is made of them.
 template <class K>

@@ -10,6 +10,8 @@ namespace {
 
 // Bytes of rows that are multiplied by every panel in turn: half of a small second-level cache.
 constexpr int64_t kRowsBytes = 256 * 1024;
+// From how many rows on a single tile fetches its panel, and how many bytes ahead.
+constexpr int64_t kFetchingRows = 6, kAhead = 8192;
 // Multiplications worth a thread of their own.
 constexpr int64_t kGrain = 1 << 16;
 
@@ -78,17 +80,18 @@ void product(const void* x, Type type, int64_t num_rows, const Weight& weight, T
     const int64_t count = num_rows * (block + 1) / num_blocks - first;
     const int64_t num_tiles = (count + kTileRows - 1) / kTileRows;
     const char* columns = static_cast<const char*>(weight.data) + panel * panel_bytes;
-    // While the tiles of one panel are computed the next one comes in from memory; a single tile does not last long
-    // enough for that, and is as fast with the processor's own prefetching.
-    const bool prefetch = num_tiles > 1 && block == 0;
-    const int64_t ahead = prefetch ? (panel_bytes / num_tiles + 63) / 64 * 64 : 0;
+    // While the tiles of one panel are computed the next one comes in from memory; a single tile fetches what it needs
+    // soon. Few rows wait for memory whatever they do, and are served best by the processor's own prefetching.
+    const int64_t distance = num_tiles > 1 ? panel_bytes : kAhead;
+    const bool fetches = block == 0 && count >= kFetchingRows;
+    const int64_t ahead = fetches ? (panel_bytes / num_tiles + 63) / 64 * 64 : 0;
     for (int64_t t = 0; t < num_tiles; ++t) {
       const int64_t row = first + count * t / num_tiles;
       const int64_t rows = first + count * (t + 1) / num_tiles - row;
       alignas(64) float sums[kTileRows * kPanel];
-      const char* next = prefetch ? columns + panel_bytes + t * ahead : columns;
       tile_for(weight, rows)(static_cast<const char*>(x) + row * row_bytes, depth, columns, steps, sums, kPanel, false,
-                             next, prefetch && t * ahead < panel_bytes ? ahead / steps : 0);
+                             columns + (fetches ? distance + t * ahead : 0),
+                             t * ahead < panel_bytes ? ahead / steps : 0);
       with_type(type, [&](auto number) {
         using T = decltype(number);
         for (int64_t m = 0; m < rows; ++m) {

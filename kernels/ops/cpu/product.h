@@ -62,7 +62,9 @@ void tile(const void* rows, int64_t row_stride, const void* panel, int64_t steps
       const auto* row = a + m * row_stride;
       PAGED_UNROLL for (int v = 0; v < kVectors; ++v) acc[m][v] = K::multiply(acc[m][v], columns[v], row);
     }
-    __builtin_prefetch(ahead);
+    // What is wanted fast goes to the second-level cache, which can wait for more lines at a time.
+    if (ahead_stride < 64) __builtin_prefetch(ahead);
+    else __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + ahead_stride / 2, 0, 2);
     ahead += ahead_stride;
     a += K::kStep;
     b += kPanel * K::kStep;
