@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from numbers import Integral
@@ -25,6 +25,8 @@ KV_DTYPES = {
 }
 BATCHING = ("auto", "shared", "separate")
 OPTIMIZE = ("auto", "memory", "none")
+# What `optimize` may be a list of, the largest first.
+SWAPS = ("layer", "mlp", "linear", "norm")
 QUANTIZE = (None, "int8")
 MAX_BLOCK_SIZE = 4096
 # A seat in the block tables is kept for each request that may run.
@@ -61,7 +63,8 @@ class EngineConfig:
     batching: ``shared`` runs decodes and prefill chunks in one forward pass, ``separate`` in two; ``auto`` chooses.
     attention_backend: which kernels attend: ``triton``, ``cpu`` (C++), ``reference`` (plain torch) or ``auto``.
     optimize: ``auto`` replaces modules of the engine's copy by equal ones in C++, on a CPU, which takes memory for a
-        rearranged copy of the weights; ``memory`` only where no weights are copied; ``none`` leaves all as it is.
+        rearranged copy of the weights; ``memory`` only where no weights are copied; ``none`` leaves all as it is. A
+        list of kinds, of ``layer``, ``mlp``, ``linear`` and ``norm``, replaces only those.
     quantize: ``int8`` rounds weights to 8 bits, per output channel, which halves what a token reads; on a CPU.
 
     strict_policies: a policy that breaks its contract raises PluginError instead of being passed over.
@@ -82,7 +85,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     batching: str = "auto"
     attention_backend: str = "auto"
-    optimize: str = "auto"
+    optimize: str | Sequence[str] = "auto"
     quantize: str | None = None
     strict_policies: bool = False
     seed: int | None = None
@@ -102,7 +105,8 @@ class EngineConfig:
             parse_memory(self.kv_cache_memory)
         _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_choice("batching", self.batching, BATCHING)
-        _require_choice("optimize", self.optimize, OPTIMIZE)
+        if not isinstance(self.optimize, str) or self.optimize not in OPTIMIZE:
+            object.__setattr__(self, "optimize", _checked_swaps(self.optimize))
         if self.quantize not in QUANTIZE:
             raise ConfigError(f"quantize={self.quantize!r} is unknown; choose from {QUANTIZE}")
         if self.quantize is not None and self.optimize == "none":
@@ -179,6 +183,12 @@ def _checked_int(name: str, value: Any, low: int, high: int) -> int:
 def _require_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {describe(value)}")
+
+
+def _checked_swaps(value: Any) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple, set, frozenset)) and value and all(kind in SWAPS for kind in value):
+        return tuple(kind for kind in SWAPS if kind in value)
+    raise ConfigError(f"optimize={describe(value)} is unknown; choose from {OPTIMIZE}, or list some of {SWAPS}")
 
 
 def _require_choice(name: str, value: Any, allowed: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from paged_backend.batch import Batch, build_batch
+from paged_backend.config import SWAPS
 from paged_backend.fused import Fused
 from paged_backend.kv_cache import QUANTIZED_DTYPES, KVCache, group_layers
 from paged_backend.model_runner import ModelRunner
@@ -61,7 +62,7 @@ class Swaps:
 def swap_modules(
     twin: Twin,
     *,
-    optimize: str = "auto",
+    optimize: str | Sequence[str] = "auto",
     quantize: str | None = None,
     backend: str = "auto",
     kv_dtype: torch.dtype | None = None,
@@ -69,7 +70,8 @@ def swap_modules(
     """Replace modules of ``twin``: whole decoder layers, else gated MLPs, else linear layers and RMS norms.
 
     A pattern proposes the replacement; it stays if it computes the same from drawn hidden states, in a batch of
-    decodes and prefill chunks. ``optimize="memory"`` replaces only what needs no copy of weights, ``"none"`` nothing.
+    decodes and prefill chunks. ``optimize="memory"`` replaces only what needs no copy of weights, ``"none"`` nothing,
+    and a list of kinds only those.
     """
     swaps = Swaps()
     if optimize == "none":
@@ -85,7 +87,8 @@ def swap_modules(
     if packs and (shortage := _shortage(twin, quantize)):
         swaps.refused["the model"] = shortage
         packs = False
-    _Swapper(twin, swaps, Proposals(int8=quantize == "int8", packs=packs), backend, kv_dtype).run()
+    kinds = SWAPS if isinstance(optimize, str) else optimize
+    _Swapper(twin, swaps, Proposals(int8=quantize == "int8", packs=packs), backend, kv_dtype).run(kinds)
     logger.info("swapped %s; %d bytes of packed weights", swaps.made or "nothing", swaps.packed_bytes)
     return swaps
 
@@ -102,15 +105,19 @@ class _Swapper:
         # A class whose modules compute something else is not packed and tried again for every layer.
         self.hopeless: dict[type, str] = {}
 
-    def run(self) -> None:
+    def run(self, kinds: Sequence[str]) -> None:
         attention = {id(module) for module in self.twin.attention_modules}
-        if self.probe.kv_cache.kv_dtype in QUANTIZED_DTYPES:
-            self.swaps.refused["the layers"] = "their cache is quantised"
-        else:
-            self._swap("layer", lambda module: any(id(child) in attention for child in module.children()))
-        self._swap("mlp", lambda module: hasattr(module, "down_proj"))
-        self._swap("linear", lambda module: type(module).__name__ in ("Linear", "Conv1D"))
-        self._swap("norm", lambda module: type(module).__name__.endswith("RMSNorm"))
+        wanted = {
+            "layer": lambda module: any(id(child) in attention for child in module.children()),
+            "mlp": lambda module: hasattr(module, "down_proj"),
+            "linear": lambda module: type(module).__name__ in ("Linear", "Conv1D"),
+            "norm": lambda module: type(module).__name__.endswith("RMSNorm"),
+        }
+        for kind in kinds:
+            if kind == "layer" and self.probe.kv_cache.kv_dtype in QUANTIZED_DTYPES:
+                self.swaps.refused["the layers"] = "their cache is quantised"
+            else:
+                self._swap(kind, wanted[kind])
 
     def _swap(self, kind: str, wanted: Callable[[nn.Module], bool]) -> None:
         reasons: dict[str, str] = {}

@@ -37,7 +37,7 @@ def stock_tokens(model):
     return rows
 
 
-@pytest.mark.parametrize("optimize", ["auto", "memory", "none"])
+@pytest.mark.parametrize("optimize", ["auto", "memory", "none", ["mlp"], ["linear", "norm"]], ids=str)
 @pytest.mark.parametrize("family", WHOLE + PARTLY)
 def test_every_setting_gives_stocks_greedy_tokens(tiny_model, family, optimize):
     model = tiny_model(family)
@@ -74,6 +74,20 @@ def test_saving_memory_copies_no_weight(tiny_model):
     stats = Engine(tiny_model("llama"), optimize="memory").stats()
     assert stats.packed_bytes == 0
     assert stats.swaps_made == {"norm": 7}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "made"),
+    [
+        (["layer"], {"layer": 3}),
+        (["norm", "mlp"], {"mlp": 3, "norm": 7}),
+        (("linear",), {"linear": 22}),
+        ({"norm"}, {"norm": 7}),
+    ],
+    ids=str,
+)
+def test_each_kind_is_replaced_by_itself(tiny_model, kinds, made):
+    assert Engine(tiny_model("llama"), optimize=kinds).stats().swaps_made == made
 
 
 @pytest.mark.parametrize(
@@ -215,7 +229,7 @@ def test_int8_without_the_cpp_operations_is_refused(tiny_model):
 
 
 def test_int8_without_replaced_modules_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match="quantize='int8' replaces modules.*use optimize='auto', or quantize=None"):
+    with pytest.raises(ConfigError, match=r"quantize='int8' replaces modules.*use optimize='auto', or quantize=None"):
         EngineConfig(quantize="int8", optimize="none")
 
 
@@ -227,7 +241,17 @@ def test_int8_off_a_cpu_is_refused_with_the_device(tiny_model):
     }
 
 
-@pytest.mark.parametrize(("field", "value"), [("optimize", "fast"), ("optimize", None), ("quantize", "int4")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("optimize", "fast"),
+        ("optimize", None),
+        ("optimize", []),
+        ("optimize", ["layer", "fast"]),
+        ("optimize", {"layer": 1}),
+        ("quantize", "int4"),
+    ],
+)
 def test_unknown_settings_are_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field):
         EngineConfig(**{field: value})
