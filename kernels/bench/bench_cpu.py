@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_generate import agreement, draw_workload, run_engine, run_stock
+from bench_generate import agreement, run_engine, run_stock
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from workloads import draw
 
 from paged_backend import Engine, hookimpl
 from paged_backend.batch import build_batch
@@ -70,24 +70,6 @@ def memory_ceiling() -> float:
     weight = cpu.PackedLinear(memory.view(torch.float32).view(-1, 1024, 32), None, None, _MEMORY_BYTES // 4096)
     seconds = min(best_seconds(lambda: numbers.sum()), best_seconds(lambda: weight(x[:, :1024])))
     return _MEMORY_BYTES / seconds / 1e9
-
-
-def workloads(vocab_size: int, seed: int) -> dict[str, list[dict]]:
-    """Ragged, single, long and many long requests."""
-    rng = random.Random(seed)
-
-    def requests(count: int, prompt: int, output: int) -> list[dict]:
-        return [
-            {"prompt": [rng.randrange(100, vocab_size - 100) for _ in range(prompt)], "max_new_tokens": output}
-            for _ in range(count)
-        ]
-
-    return {
-        "32 ragged": draw_workload(vocab_size, seed),
-        "1 x (64 + 128)": requests(1, 64, 128),
-        "1 x (4096 + 64)": requests(1, 4096, 64),
-        "8 x (2048 + 32)": requests(8, 2048, 32),
-    }
 
 
 class Steps:
@@ -270,10 +252,10 @@ def main() -> None:
     best = ceilings(engine, dtype)
     print(f"{args.dtype}, {args.threads} thread(s): at best {best.gflops:.0f} GFLOP/s and {best.gbs:.1f} GB/s")
 
-    work = workloads(model.config.vocab_size, args.seed)
+    work = draw(model.config.vocab_size, args.seed)
     if args.tiny:
-        small = [{"prompt": r["prompt"][:_TINY], "max_new_tokens": _TINY} for r in work["32 ragged"]]
-        work = {"32 ragged": small}
+        small = [{"prompt": r["prompt"][:_TINY], "max_new_tokens": _TINY} for r in work["ragged"]]
+        work = {"ragged": small}
     for name, requests in work.items():
         engine.fit([len(r["prompt"]) + r["max_new_tokens"] for r in requests])
         rounds = [rates(engine, steps, requests) for _ in range(args.rounds)]
@@ -286,7 +268,7 @@ def main() -> None:
             seconds = sum(r["max_new_tokens"] for r in requests) / whole
             least = best.workload_s(engine, steps, requests)
             print(f"  {seconds:.2f} s; by the ceilings at least {least:.2f} s, of which this is {least / seconds:.0%}")
-    ragged = work["32 ragged"]
+    ragged = work["ragged"]
     if not best.layers:
         print("no whole layers were swapped; a split of steps would be of somebody else's modules")
     for num_seqs, context in _SPLITS if best.layers else ():
@@ -295,7 +277,7 @@ def main() -> None:
         stock_s, stock_tokens = run_stock(model, ragged)
         paged_s, paged_tokens = run_engine(engine, ragged)
         print(
-            f"32 ragged, stock generate padded: {sum(map(len, stock_tokens)) / stock_s:.1f} tokens/s, "
+            f"ragged, stock generate padded: {sum(map(len, stock_tokens)) / stock_s:.1f} tokens/s, "
             f"{stock_s / paged_s:.2f} times slower; common beginning {agreement(stock_tokens, paged_tokens):.0%}"
         )
     if args.perplexity:

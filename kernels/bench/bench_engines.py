@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,8 @@ import tempfile
 import venv
 from pathlib import Path
 
-from bench_generate import agreement, draw_workload
+from bench_generate import agreement
+from workloads import draw
 
 from paged_backend import sample_model
 
@@ -34,6 +34,8 @@ _PACKAGES = {
     "llama": ["llama-cpp-python==0.3.36"],
 }
 _OURS = "paged"
+# Of SmolLM2.
+_VOCAB_SIZE = 49152
 
 
 def set_up(folder: Path) -> None:
@@ -65,25 +67,6 @@ def model_of(engine: str, folder: Path) -> Path:
     """The form of the model that an engine reads."""
     forms = {"openvino": Path("smollm2-openvino"), "llama": Path("smollm2-gguf") / sample_model.GGUF}
     return folder / forms.get(engine, Path("smollm2"))
-
-
-def draw(names: list[str], seed: int, vocab_size: int = 49152) -> dict[str, list[dict]]:
-    """The workloads of a round."""
-    rng = random.Random(seed)
-
-    def requests(count: int, prompt: int, output: int) -> list[dict]:
-        return [
-            {"prompt": [rng.randrange(100, vocab_size - 100) for _ in range(prompt)], "max_new_tokens": output}
-            for _ in range(count)
-        ]
-
-    every = {
-        "ragged": draw_workload(vocab_size, seed),
-        "single": requests(1, 64, 128),
-        "long": requests(1, 4096, 64),
-        "contexts": requests(8, 2048, 32),
-    }
-    return {name: every[name] for name in names}
 
 
 def run(engine: str, folder: Path, workloads: dict[str, list[dict]], cores: str, threads: int, dtype: str) -> dict:
@@ -136,7 +119,8 @@ def main() -> None:
     seen: dict[tuple[str, str, str], list[float]] = {}
     same: dict[tuple[str, str], list[float]] = {}
     for seed in range(1, args.rounds + 1):
-        workloads = draw(args.workloads, seed)
+        every = draw(_VOCAB_SIZE, seed)
+        workloads = {name: every[name] for name in args.workloads}
         ours: dict[str, dict] = {}
         for engine in args.engines:
             chosen = {n: work for n, work in workloads.items() if n in alone.get(engine, workloads)}

@@ -10,27 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import time
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from workloads import ragged
 
 from paged_backend import Engine, SamplingParams
-
-
-def draw_workload(vocab_size: int, seed: int, count: int = 32) -> list[dict]:
-    """Requests of 16 to 256 random prompt tokens that each ask for 16 to 256 tokens."""
-    rng = random.Random(seed)
-    return [
-        {
-            "prompt": [rng.randrange(100, vocab_size - 100) for _ in range(rng.randint(16, 256))],
-            "max_new_tokens": rng.randint(16, 256),
-        }
-        for _ in range(count)
-    ]
 
 
 @torch.no_grad()
@@ -78,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    work = json.loads(args.workload.read_text()) if args.workload else draw_workload(model.config.vocab_size, args.seed)
+    work = json.loads(args.workload.read_text()) if args.workload else ragged(model.config.vocab_size, args.seed)
     engine = Engine(model, elastic=True, enable_prefix_caching=False, attention_backend=args.backend)
     count = sum(request["max_new_tokens"] for request in work)
     ratios = []
