@@ -55,7 +55,13 @@ class EngineThread:
         self._ident: int | None = None
         self._thread = threading.Thread(target=self._run, name="paged-backend-engine", daemon=True)
         _engine_threads.add(self)
-        self._thread.start()
+        # No thread's until this one runs, so that no call slips in before.
+        engine.owner = 0
+        try:
+            self._thread.start()
+        except BaseException:
+            engine.owner = None
+            raise
 
     # For any thread
 
@@ -140,7 +146,7 @@ class EngineThread:
     # For the thread alone
 
     def _run(self) -> None:
-        self._ident = threading.get_ident()
+        self._ident = self.engine.owner = threading.get_ident()
         failure: BaseException | None = None
         try:
             self._take_settings()
@@ -258,7 +264,7 @@ class EngineThread:
                 logger.exception("the engine could not be tidied up")
         self._tickets.clear()
         # Another thread may be given the same one now.
-        self._ident = None
+        self._ident = self.engine.owner = None
         self.ended.set_result(None)
 
     def _tell_all(self, error: EngineClosed) -> None:
@@ -274,6 +280,7 @@ class EngineThread:
         for ticket in self._tickets.values():
             ticket.fail(self._error, Wakes())
         self._tickets.clear()
+        self.engine.owner = None
         self.ended = _uncancellable()
         self.ended.set_result(None)
 

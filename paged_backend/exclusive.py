@@ -17,6 +17,8 @@ class Exclusive:
         self._closed = False
         # The call that has the turn. A dict, since neither another thread nor Ctrl-C can divide its setdefault().
         self._turn: dict[str, _Call] = {}
+        # The thread that alone may call, or None for whichever comes.
+        self.owner: int | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -39,6 +41,11 @@ class Exclusive:
             raise EngineClosed("the engine is closed; make a new one")
 
     def _take_turn(self, call: _Call) -> None:
+        if self.owner not in (None, call.thread):
+            raise EngineBusy(
+                "an AsyncEngine runs this engine, and nobody else may call it until that is closed; "
+                "use the methods of the AsyncEngine"
+            )
         holder = self._turn.setdefault("holder", call)
         if holder is call:
             return

@@ -23,6 +23,7 @@ from paged_backend.errors import (
     ConfigError,
     ContextOverflow,
     DeadlineExceeded,
+    EngineBusy,
     EngineClosed,
     QueueFull,
     RequestFailed,
@@ -525,6 +526,18 @@ def test_leaving_the_block_waits_for_what_was_submitted(engine):
     assert [handle.done for handle in handles] == [True] * 5
     assert {handle.result().finish_reason for handle in handles} == {"length"}
     assert_closed(service)
+
+
+def test_while_a_service_runs_nobody_else_may_call_its_engine(llama, engine):
+    (prompt,) = draw_prompts([6])
+    with AsyncEngine(engine) as service:
+        handle = service.submit(prompt, greedy(8))
+        for call in (engine.step, engine.close, lambda: engine.add_request(prompt), lambda: engine.generate([prompt])):
+            with pytest.raises(EngineBusy, match="use the methods of the AsyncEngine"):
+                call()
+    expected = stock_greedy(llama, prompt, 8)
+    for output in (handle.result(), engine.generate([prompt], greedy(8))[0]):
+        assert_greedy(llama, prompt, output.token_ids, expected)
 
 
 def test_an_exception_that_leaves_the_block_aborts_what_runs(held, steps):
