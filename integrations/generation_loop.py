@@ -106,7 +106,7 @@ class GenerationLoop(Lockstep):
             ended = self._criteria(input_ids, self.scores)
             if self._streamer is not None:
                 self._streamer.put(next_tokens.cpu())
-        except Exception:
+        except (Exception, SystemExit):
             # It fails this row; the others have nothing left to do.
             ended = torch.ones_like(self._unfinished)
             raise

@@ -47,13 +47,14 @@ class Engine(Exclusive):
     clock: seconds, monotonic; every deadline and time limit is read from it.
     elastic: size the cache by the requests that come (as ``generate`` does) instead of by a budget.
 
-    When a request comes to an idle engine, the model is compared with what it was, and a changed one is loaded again,
-    without any prefix that was cached before. Noticed are other modules, adapters, hooks, attributes, dtypes and
-    devices, replaced tensors, in-place operations on a weight, which count its version up, and edits through ``.data``
-    (or of weights made under ``torch.inference_mode``), which do not, of any tensor of up to 16,384 elements, and of a
-    larger one if they reach one of 64 elements spread over it, as an edit of most of it does. Not noticed are smaller
-    edits of that kind in a large tensor, such as ``weight.data[i, j] = x``, and changes while requests are running:
-    call ``weights_changed()`` after those.
+    The model is compared with what it was, and a changed one is loaded again, without any prefix that was cached
+    before; running requests keep their tokens and go on with the new weights. Before every step in-place operations on
+    a weight are noticed (optimizers, ``load_state_dict``), which count its version up. When a request comes to an idle
+    engine, so are other modules, adapters, hooks, attributes, dtypes and devices, replaced tensors, and edits through
+    ``.data`` (or of weights made under ``torch.inference_mode``), which count nothing, of any tensor of up to 16,384
+    elements, and of a larger one if they reach one of 64 elements spread over it, as an edit of most of it does. Not
+    noticed are smaller edits of that kind in a large tensor, such as ``weight.data[i, j] = x``, and other changes than
+    in-place operations while requests are running: call ``weights_changed()`` after those.
 
     Raises UnsupportedModel when the load probe cannot prove that the model runs right on paged attention, ConfigError
     for what cannot be used, PluginError for a plugin that cannot be loaded. Called in the middle of another call, by a
@@ -187,7 +188,7 @@ class Engine(Exclusive):
 
     def _whole_step(self, drain: bool) -> list[RequestOutput]:
         """A step that leaves the books right whatever breaks it off."""
-        if self._loader.stale_reason is not None and self.scheduler.has_work():
+        if self.scheduler.has_work():
             self._loader.refresh()
         try:
             outputs = self._step(drain)
@@ -341,7 +342,7 @@ class Engine(Exclusive):
         """Say that the model's weights, adapters or dtype changed; cached prefixes are dropped, nothing stale is used.
 
         Needed after edits that the engine does not notice by itself, as the class says: those through ``.data`` that
-        reach few elements of a large weight, and any while requests are running, which go on with the new weights.
+        reach few elements of a large weight, and replaced modules or tensors while requests are running.
 
         When the model cannot be loaded any more this raises, as making an engine would, and every unfinished request
         ends with ``"error"`` and the cause. The engine stays open: each further request tries again to load it.

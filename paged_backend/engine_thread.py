@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from paged_backend.engine import Engine
-from paged_backend.errors import EngineClosed, EngineFailed, RequestRefused
+from paged_backend.errors import EngineBusy, EngineClosed, EngineFailed, RequestRefused
 from paged_backend.request import Request, RequestOutput
 from paged_backend.ticket import Ticket, Wakes
 
@@ -38,6 +38,8 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine) -> None:
+        if engine.owner is not None:
+            raise EngineBusy("another AsyncEngine runs this engine; close that one first, or submit to it")
         self.engine = engine
         # Its put() takes no lock that could be held already, so that finalizers may call it.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()

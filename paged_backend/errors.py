@@ -76,3 +76,12 @@ class PluginError(PagedBackendError, RuntimeError):
 
 class IntegrityError(PagedBackendError, AssertionError):
     """The block manager's books do not agree with each other; this is always a bug."""
+
+
+def contained(error: Exception | SystemExit) -> Exception:
+    """What a request's own code raised, as that request's result: its ``sys.exit()`` ends no other request."""
+    if isinstance(error, Exception):
+        return error
+    failure = SamplingFailed(f"the request's own code called for an exit: {error!r}")
+    failure.__cause__ = error
+    return failure

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.distribution import take_rows
-from paged_backend.errors import SamplingFailed
+from paged_backend.errors import SamplingFailed, contained
 
 if TYPE_CHECKING:
     from paged_backend.request import Request
@@ -49,8 +49,8 @@ class Lockstep(ABC):
                 raise SamplingFailed(f"logits processors must return scores of shape {expected}, got {got}")
             scores.copy_(processed)
         # Whatever the members' own code raises is their result and no other request's.
-        except Exception as error:
-            return dict.fromkeys(range(len(requests)), error)
+        except (Exception, SystemExit) as error:
+            return dict.fromkeys(range(len(requests)), contained(error))
         return {}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from paged_backend.detokenizer import tokenizer_lock
-from paged_backend.errors import SamplingFailed
+from paged_backend.errors import SamplingFailed, contained
 from paged_backend.sampling_state import SamplingState, SeenTokens
 from paged_backend.structured import Constraint
 
@@ -43,8 +43,8 @@ class LogitsProcessing:
                 try:
                     scores[row] = self._process_alone(scores[row : row + 1].clone(), request)[0]
                 # Whatever a request's own code raises is that request's result and no other's.
-                except Exception as error:
-                    failures[row] = error
+                except (Exception, SystemExit) as error:
+                    failures[row] = contained(error)
             if request.params.is_constrained and row not in failures:
                 try:
                     self._constrain(scores[row], request)

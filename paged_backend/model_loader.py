@@ -53,9 +53,9 @@ class ModelLoader:
         self._scheduler, self._requests, self._pins = scheduler, requests, pins
 
     def refresh(self) -> None:
-        """Before anything is computed: look at the model if nothing runs, and load it again if it changed."""
-        if self.stale_reason is None and not self._scheduler.has_work():
-            self.stale_reason = self.served.twin.stale_reason()
+        """Before anything is computed: look at the model, at a glance while requests run; load a changed one again."""
+        if self.stale_reason is None:
+            self.stale_reason = self.served.twin.stale_reason(at_a_glance=self._scheduler.has_work())
         if self.stale_reason is not None:
             self.reload(self.stale_reason)
 

@@ -6,7 +6,7 @@ import heapq
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from paged_backend.errors import RequestRefused
+from paged_backend.errors import RequestRefused, contained
 from paged_backend.plugin_manager import PluginManager
 from paged_backend.policy_errors import PolicyErrors
 from paged_backend.request import FinishReason, Request, RequestOutput
@@ -106,8 +106,8 @@ class RequestTable:
     def _goes_on(self, request: Request, eos_token_ids: Collection[int]) -> bool:
         try:
             reason = finish_reason(request, request.token_ids[-1], eos_token_ids)
-        except Exception as error:
-            self.fail(request, error, keep_new_tokens=True)
+        except (Exception, SystemExit) as error:
+            self.fail(request, contained(error), keep_new_tokens=True)
             return False
         if reason is not None:
             self.end(request, reason, keep_new_tokens=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_backend.engine import Engine
-from paged_backend.errors import ConfigError, EngineClosed
+from paged_backend.errors import ConfigError, EngineBusy, EngineClosed
 from paged_backend.intake import sampling_params
 from paged_backend.request import RequestOutput
 
@@ -46,7 +46,10 @@ class SharedEngine:
         when called from inside a step, which would wait for itself.
         """
         if self._leading_thread == threading.get_ident():
-            raise EngineClosed("the engine is in the middle of a step; what runs inside a step must not wait for it")
+            raise EngineBusy(
+                "the engine is in the middle of a step; what runs inside a step, such as a processor, a criterion or a "
+                "hook, must not wait for it: call generate there without cache_impl"
+            )
         if not requests:
             return []
         submission = _Submission(requests)
@@ -128,9 +131,11 @@ class SharedEngine:
             self.engine.fit([n for s in [*self._running, submission] for n in s.lengths()])
             # Begins where an interrupted leader stopped.
             for request in submission.requests[len(submission.request_ids) :]:
-                request_id = self.engine.add_request(**request)
-                submission.outputs += self.engine.outputs(request_id)
-                submission.request_ids.append(request_id)
+                # Whoever waits for a result has its requests already, so max_waiting has nothing to hold off.
+                prepared = self.engine.prepare(**request)
+                self.engine.enqueue(prepared)
+                submission.outputs += self.engine.outputs(prepared.request_id)
+                submission.request_ids.append(prepared.request_id)
         except Exception as error:
             self._abort(submission)
             submission.error = error

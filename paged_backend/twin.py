@@ -158,10 +158,17 @@ class Twin:
         output = self.module(**inputs, position_ids=positions[None], use_cache=False, **kwargs)
         return logits_of(output)
 
-    def stale_reason(self) -> str | None:
-        """Why the model is no longer what this twin was made from, or None; None too when the model is gone."""
+    def stale_reason(self, *, at_a_glance: bool = False) -> str | None:
+        """Why the model is no longer what this twin was made from, or None; None too when the model is gone.
+
+        at_a_glance: look for in-place operations on its weights only, which takes next to no time.
+        """
         model = self._model()
-        return None if model is None else self._fingerprint.difference(model)
+        if model is None:
+            return None
+        if at_a_glance:
+            return "weights were modified in place" if self._fingerprint.was_written() else None
+        return self._fingerprint.difference(model)
 
 
 def logits_of(output: Any) -> torch.Tensor:

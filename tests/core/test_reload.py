@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
 
 import pytest
@@ -208,3 +209,32 @@ def test_a_reload_frees_the_old_cache_before_it_takes_the_new_one(llama, monkeyp
     engine.weights_changed()
     assert reserved[-1] == (list(engine.runner.kv_cache.num_blocks), 0)
     assert engine.generate([PROMPT], GREEDY)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("options", [{}, {"optimize": "none"}], ids=str)
+def test_weights_written_while_requests_run_are_used_from_the_next_step_on(llama, options):
+    engine = Engine(llama, **options)
+    running = engine.add_request(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    before = list(engine.outputs(running)[0].token_ids)
+    llama.load_state_dict(make_tiny("llama", seed=5).state_dict())
+    added = engine.add_request([9, 8, 7], GREEDY)
+    outputs = run(engine)
+    assert outputs[added].token_ids == stock_greedy(llama, [9, 8, 7], NUM_TOKENS)
+    # What runs keeps its tokens, and goes on as the new weights would.
+    assert outputs[running].token_ids == before + stock_greedy(llama, PROMPT + before, 40 - len(before))
+
+
+def test_a_cache_that_finds_no_memory_is_refused_with_the_numbers(llama, monkeypatch):
+    make = mmap.mmap
+
+    def little_left(where, num_bytes, **kwargs):
+        if num_bytes > 100 << 20:
+            raise OSError(12, "Cannot allocate memory")
+        return make(where, num_bytes, **kwargs)
+
+    monkeypatch.setattr("mmap.mmap", little_left)
+    with pytest.raises(ConfigError, match=r"no memory for [\d,]+ bytes; give a smaller kv_cache_memory") as refused:
+        Engine(llama, kv_cache_memory="1GiB")
+    assert "Cannot allocate memory" in str(refused.value)

@@ -28,6 +28,7 @@ from paged_backend.errors import (
     QueueFull,
     RequestFailed,
     RequestRefused,
+    SamplingFailed,
 )
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -540,6 +541,16 @@ def test_while_a_service_runs_nobody_else_may_call_its_engine(llama, engine):
         assert_greedy(llama, prompt, output.token_ids, expected)
 
 
+def test_a_second_service_of_the_same_engine_is_refused_and_the_first_goes_on(llama, engine):
+    with AsyncEngine(engine) as service:
+        handle = service.submit([5, 6, 7], greedy(12))
+        with pytest.raises(EngineBusy, match="another AsyncEngine runs this engine"):
+            AsyncEngine(engine).start()
+        assert_greedy(llama, [5, 6, 7], handle.result(PATIENCE_S).token_ids, stock_greedy(llama, [5, 6, 7], 12))
+    with AsyncEngine(engine) as second:
+        assert second.submit([5, 6, 7], greedy(12)).result(PATIENCE_S).token_ids == handle.result().token_ids
+
+
 def test_an_exception_that_leaves_the_block_aborts_what_runs(held, steps):
     handles = [held.submit([5, 6, n + 3], greedy(100)) for n in range(3)]
     steps.wait()
@@ -737,13 +748,16 @@ def test_changed_weights_are_used_from_then_on(tokenizer):
 # One bad request
 
 
-def test_a_processor_that_raises_fails_its_request_alone(llama, engine):
+@pytest.mark.parametrize(
+    ("error", "told"), [(ZeroDivisionError("mine"), ZeroDivisionError), (SystemExit(3), SamplingFailed)], ids=repr
+)
+def test_a_processor_that_raises_fails_its_request_alone(llama, engine, error, told):
     with AsyncEngine(engine) as service:
         good = service.submit([5, 6, 7], greedy(12))
-        bad = service.submit([8, 9], greedy(12, logits_processors=[Raises(2, at=3)]))
-        with pytest.raises(RequestFailed, match="ZeroDivisionError") as raised:
+        bad = service.submit([8, 9], greedy(12, logits_processors=[Raises(2, at=3, error=error)]))
+        with pytest.raises(RequestFailed, match=type(error).__name__) as raised:
             bad.result(PATIENCE_S)
-        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+        assert isinstance(raised.value.__cause__, told)
         assert len(raised.value.output.token_ids) == 3
         assert_greedy(llama, [5, 6, 7], good.result(PATIENCE_S).token_ids, stock_greedy(llama, [5, 6, 7], 12))
     assert_closed(service)

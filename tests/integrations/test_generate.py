@@ -60,6 +60,7 @@ def test_greedy_rows_of_a_ragged_batch_equal_stock(family):
         {"block_size": 1},
         {"block_size": 256},
         {"max_num_seqs": 2},
+        {"max_waiting": 1},
         {"kv_cache_memory": 60_000},
         {"enable_prefix_caching": False},
     ],
@@ -318,6 +319,7 @@ REFUSED = {
     "dola_layers": {"dola_layers": "low"},
     "custom_generate": {"custom_generate": lambda *args, **kwargs: None},
     "synced_gpus": {"synced_gpus": True},
+    "use_cache=None": {"use_cache": None},
     "cache_implementation='static'": {"cache_implementation": "static"},
     "position_ids": {"position_ids": torch.arange(1, 41)[None].expand(5, -1)},
 }

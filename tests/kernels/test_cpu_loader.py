@@ -48,6 +48,15 @@ def test_without_a_compiler_the_reference_runs_and_one_warning_says_what_to_inst
     assert "no-such-compiler" in lines[1]
 
 
+def test_a_folder_that_cannot_hold_the_library_is_named_with_the_way_out(tmp_path):
+    (tmp_path / "file").touch()
+    output = run_python(_ATTEND, tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path / "file"))
+    assert output.startswith("False\nUnavailableWarning")
+    assert f"they cannot be kept in {tmp_path / 'file'}" in output
+    assert "TORCH_EXTENSIONS_DIR" in output
+    assert "apt install" not in output
+
+
 def test_a_compiler_that_fails_is_quoted_and_the_reference_runs(tmp_path):
     failing = tmp_path / "failing"
     failing.write_text('#!/bin/sh\ncase "$*" in *" -c "*) echo no joke compiles >&2; exit 1;; esac\nexec c++ "$@"\n')

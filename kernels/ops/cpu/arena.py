@@ -33,10 +33,13 @@ class Arena:
 
 
 def reserve(num_bytes: int) -> torch.Tensor:
-    """Uninitialised bytes ``[num_bytes]``, on large pages where the system has them."""
+    """Uninitialised bytes ``[num_bytes]``, on large pages where the system has them. Raises MemoryError."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_bytes, dtype=torch.int8)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no {num_bytes:,} bytes: {error}") from error
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.int8)

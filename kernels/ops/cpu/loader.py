@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -46,11 +46,9 @@ def is_available() -> bool:
     try:
         library()
     except Exception as error:
-        missing = isinstance(error, FileNotFoundError)
-        remedy = "install a C++ compiler, for instance with `apt install g++`" if missing else "the compiler failed"
         warnings.warn(
             "the C++ operations of paged_backend could not be compiled, and plain torch, which is several times "
-            f"slower, runs in their place; {remedy}: {error}",
+            f"slower, runs in their place: {error}",
             UnavailableWarning,
             stacklevel=2,
         )
@@ -98,8 +96,14 @@ def load(level: str) -> Any:
     path = Path(cache) / name / f"{name}.so"
     with _building:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(path.parent / "lock"):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = (path.parent / "lock").open("w")
+            except OSError as error:
+                raise OSError(
+                    f"they cannot be kept in {cache} ({error}); name another folder in TORCH_EXTENSIONS_DIR"
+                ) from error
+            with _locked(lock):
                 if not path.exists():
                     _compile(name, [str(folder / source) for source in _SOURCES], flags, path)
         torch.ops.load_library(str(path))
@@ -110,7 +114,7 @@ def _compile(name: str, sources: list[str], flags: tuple[str, ...], path: Path) 
     """Compile aside and move into place, so that a path that exists is a library that is whole."""
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        raise FileNotFoundError(f"{compiler} is not found")
+        raise FileNotFoundError(f"{compiler} is not found; install a C++ compiler, for instance with `apt install g++`")
     # Takes a second to import, and only the first process of a machine needs it.
     from torch.utils import cpp_extension
 
@@ -127,10 +131,10 @@ def _compile(name: str, sources: list[str], flags: tuple[str, ...], path: Path) 
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(lock: TextIO) -> Iterator[None]:
     """Hold a lock that the system gives back when its holder dies, unlike the file that cpp_extension waits for."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
