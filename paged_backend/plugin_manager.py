@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,11 +83,7 @@ class PluginManager:
                     f"plugin {describe(plugin)} has no hooks; pass a module or an object whose functions are marked "
                     "with @paged_backend.hookimpl"
                 )
-        try:
-            self._pm.check_pending()
-        except pluggy.PluginValidationError as error:
-            known = ", ".join(sorted(name for name in vars(self._pm.hook) if not name.startswith("_")))
-            raise PluginError(f"plugin {error.plugin!r}: {error}; the hooks are {known}") from error
+        self._check_hooks()
         self._impls = {name: self._impls_of(name) for name in (*NOTIFICATIONS, "admit_request")}
         self._registry = {kind: self._collect(kind) for kind in KINDS}
 
@@ -124,19 +121,47 @@ class PluginManager:
             )
         if isinstance(plugin, type):
             raise PluginError(f"plugin {label} is a class; pass an object of it, whose methods can be called")
+        for _, other in self._pm.list_name_plugin():
+            if other is plugin:
+                raise PluginError(f"plugin {label} cannot be registered twice")
+        if name is not None and self._pm.has_plugin(name):
+            raise PluginError(f"plugin {label} cannot be registered: another plugin has that name")
+        self._check_arguments(plugin, label)
         try:
             registered = self._pm.register(plugin, name)
         except (ValueError, pluggy.PluginValidationError) as error:
             raise PluginError(f"plugin {label} cannot be registered: {error}") from error
         self._sources[str(registered)] = source
 
+    def _check_arguments(self, plugin: Any, label: str) -> None:
+        """PluginError for an argument that a hook does not have; pluggy's own error calls a plugin by a number."""
+        for attribute in dir(plugin):
+            options = self._pm.parse_hookimpl_opts(plugin, attribute)
+            caller = getattr(self._pm.hook, (options and options["specname"]) or attribute, None)
+            if options is None or not isinstance(caller, pluggy.HookCaller) or caller.spec is None:
+                continue
+            parameters = inspect.signature(getattr(plugin, attribute)).parameters.values()
+            needed = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+            if unknown := [name for name in needed if name not in caller.spec.argnames]:
+                raise PluginError(
+                    f"plugin {label}: {caller.name} has no argument {unknown[0]!r}; choose from "
+                    f"{', '.join(caller.spec.argnames)}"
+                )
+
+    def _check_hooks(self) -> None:
+        """PluginError for an implementation of what is no hook, or of a kind that is never called."""
+        callers = [caller for caller in vars(self._pm.hook).values() if isinstance(caller, pluggy.HookCaller)]
+        known = ", ".join(sorted(caller.name for caller in callers if caller.has_spec()))
+        for caller in callers:
+            for impl in caller.get_hookimpls():
+                if not caller.has_spec() and not impl.optionalhook:
+                    raise PluginError(f"plugin {_label(impl)}: {caller.name} is no hook; the hooks are {known}")
+                if impl.hookwrapper or impl.wrapper:
+                    raise PluginError(f"plugin {_label(impl)} wraps {caller.name}; this hook cannot be wrapped")
+
     def _impls_of(self, name: str) -> list[Any]:
         """The hook's implementations in calling order; each is called by itself, so that one cannot stop another."""
-        impls = getattr(self._pm.hook, name).get_hookimpls()
-        for impl in impls:
-            if impl.hookwrapper or impl.wrapper:
-                raise PluginError(f"plugin {impl.plugin_name} wraps {name}; this hook cannot be wrapped")
-        return list(reversed(impls))
+        return list(reversed(getattr(self._pm.hook, name).get_hookimpls()))
 
     def listens(self, name: str) -> bool:
         """Whether any plugin implements the hook."""
@@ -271,7 +296,9 @@ class PluginManager:
                 )
             return value
         if not callable(value):
-            raise ConfigError(f"{kind}={value!r} is neither a name, a class nor a {base.__name__}")
+            article = "an" if base.__name__[0] in "AEIOU" else "a"
+            raise ConfigError(f"{kind}={describe(value)} is neither a name, a class nor {article} {base.__name__}")
+        _check_options(kind, value, options)
         try:
             policy = value(**options)
         except ConfigError:
@@ -292,6 +319,21 @@ class PluginManager:
             raise UnknownPolicy(f"unknown {kind} {name!r}; choose one of {known}, or give 'module:attribute'")
         value = self._registry[kind][name][0]
         return _import(kind, value) if isinstance(value, str) else value
+
+
+def _check_options(kind: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """ConfigError for an option that a class or factory does not take, as far as it says what it takes."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(
+            f"{kind} {name_of(factory)} has no option {unknown[0]!r}; choose from {', '.join(known) or 'none'}"
+        )
 
 
 def _label(impl: Any) -> str:
