@@ -12,14 +12,13 @@ from typing import Annotated
 
 try:
     import typer
-    from rich.console import Console
     from rich.table import Column, Table
 except ImportError as error:
     sys.exit(f"the command line needs the {error.name} package: pip install 'paged-backend[cli]'")
 
 import paged_backend
 from paged_backend.cli_chat import chat
-from paged_backend.cli_engine import errors_in_words
+from paged_backend.cli_engine import Terminal, Threads, errors_in_words
 from paged_backend.cli_generate import generate
 
 app = typer.Typer(
@@ -51,7 +50,7 @@ def demo(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt, at most.")] = 128,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default all that torch takes.")] = None,
+    threads: Threads = None,
     prompts: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Your own prompts: a file with a JSON list of texts."),
@@ -62,7 +61,7 @@ def demo(
     Prints some answers, then speed, time to finish and memory of both. Exits with 1 if any greedy token differs.
     """
     texts = _read_prompts(prompts) if prompts else None
-    console = Console()
+    console = Terminal()
     # On a machine that does other work too, threads that spin while they wait take the time from those they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with errors_in_words():
@@ -94,15 +93,14 @@ def plugins() -> None:
     with errors_in_words():
         from paged_backend.plugin_manager import PluginManager
 
-        loaded = PluginManager().describe()
-    table = Table("kind", "name", Column("plugin", overflow="fold"), Column("distribution", overflow="fold"))
-    for plugin in loaded:
-        for kind, names in plugin.names.items():
-            for name in names:
-                table.add_row(kind, name, plugin.name, plugin.source)
-        if not any(plugin.names.values()):
-            table.add_row("no policy", ", ".join(plugin.hooks), plugin.name, plugin.source)
-    Console().print(table)
+        table = Table("kind", "name", Column("plugin", overflow="fold"), Column("distribution", overflow="fold"))
+        for plugin in PluginManager().describe():
+            for kind, names in plugin.names.items():
+                for name in names:
+                    table.add_row(kind, name, plugin.name, plugin.source)
+            if not any(plugin.names.values()):
+                table.add_row("no policy", ", ".join(plugin.hooks), plugin.name, plugin.source)
+        Terminal().print(table)
 
 
 def _read_prompts(path: Path) -> list[str]:

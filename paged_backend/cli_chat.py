@@ -31,7 +31,7 @@ def chat(
     threads: cli_engine.Threads = None,
 ) -> None:
     """Talk to a model. Its answers stream; Ctrl-C cancels one and keeps the chat; /stats shows numbers."""
-    console = Console(highlight=False)
+    console = cli_engine.Terminal(highlight=False)
     params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     options = {"scheduler": scheduler, "max_num_seqs": 1, "kv_cache_memory": kv_cache_memory}
     with cli_engine.errors_in_words(), cli_engine.open_engine(model, threads, console, params, **options) as engine:

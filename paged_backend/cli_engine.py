@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -16,27 +17,64 @@ from paged_backend.errors import ConfigError, PagedBackendError
 if TYPE_CHECKING:
     from paged_backend.engine import Engine
 
+# More threads than this no machine has the cores for, and the system may refuse to start them.
+MAX_THREADS = 1024
+# What a shell tells of a command whose reader went away, as head does.
+BROKEN_PIPE_CODE = 141
+
+
+def _check_temperature(value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter(f"temperature must be a number of at least 0, got {value}")
+    return value
+
+
+def _check_top_p(value: float) -> float:
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"top_p must be above 0 and at most 1, got {value}")
+    return value
+
+
 Model = Annotated[
     str | None, typer.Option(help="A model folder or hub id; by default SmolLM2-135M-Instruct, fetched once.")
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per answer, at most.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")]
+# The ranges are checked by callbacks, for bounds of the option itself call NaN too large.
+Temperature = Annotated[
+    float, typer.Option(callback=_check_temperature, help="At least 0, which always takes the likeliest token.")
+]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Share of the probability that tokens are drawn from, above 0.")
+    float,
+    typer.Option(
+        callback=_check_top_p, help="Share of the probability that tokens are drawn from, above 0 and at most 1."
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes the drawn tokens repeatable.")]
 Scheduler = Annotated[str, typer.Option(help="The scheduling policy; see paged-backend plugins.")]
 KVCacheMemory = Annotated[
     str | None, typer.Option(help="Memory for keys and values: a size such as 512MiB, or a share of a GPU such as 0.5.")
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default all that torch takes.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default all that torch takes.")
+]
+
+
+class Terminal(Console):
+    """A console that leaves in silence when nobody reads it any more."""
+
+    def on_broken_pipe(self) -> None:
+        """End the command, as the system would."""
+        self.quiet = True
+        raise BrokenPipeError
 
 
 @contextmanager
 def errors_in_words() -> Iterator[None]:
-    """What the user can mend is told without a traceback."""
+    """What the user can mend is told without a traceback; a reader that went away ends the command in silence."""
     try:
         yield
+    except BrokenPipeError as error:
+        raise typer.Exit(BROKEN_PIPE_CODE) from error
     except (PagedBackendError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

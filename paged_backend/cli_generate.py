@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 DASH = Path("-")
 # Enough beyond the running requests that the batch stays full, few enough that a long input stays on the disk.
 IN_FLIGHT_PER_SEAT = 2
+# What a line of prompts may hold.
+KEYS = ("prompt", "params", "id")
 # How every answer begins.
 _BEGINNING = '{"index": '
 
@@ -68,21 +71,22 @@ def generate(
     Stopped, the same command with the same --output goes on where it was; answers that failed are tried again.
     Exits with 1 if any prompt has no answer.
     """
-    console = Console(stderr=True)
+    console = cli_engine.Terminal(stderr=True)
     params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or []}
     with cli_engine.errors_in_words(), ExitStack() as stack:
-        source, total = sys.stdin, None
-        if prompts != DASH:
-            source = stack.enter_context(prompts.open(encoding="utf-8"))
+        total = None
+        with _named(f"the prompts {prompts} cannot be read"):
+            source: IO[bytes] = sys.stdin.buffer if prompts == DASH else stack.enter_context(prompts.open("rb"))
         lines = Lines(source, prompts.suffix == ".jsonl" if jsonl is None else jsonl, params)
         if source.seekable() and prompts != DASH:
             # A line that cannot be used is told now, rather than after hours of answering.
             total = sum(1 for _ in lines)
             source.seek(0)
-        target, done = sys.stdout, {}
+        target, done = sys.stdout, dict[int, str]()
         if output != DASH:
-            done = answered(output)
-            target = stack.enter_context(output.open("a", encoding="utf-8"))
+            with _named(f"the output {output} cannot be written"):
+                target, done = open_output(output)
+            stack.enter_context(target)
         options = {"scheduler": scheduler, "max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
         engine = stack.enter_context(cli_engine.open_engine(model, threads, console, params, **options))
         from paged_backend.service import AsyncEngine
@@ -104,41 +108,46 @@ def generate(
 class Lines:
     """The prompts of a file, each with its index: an object with "prompt" and the params to run it with.
 
-    Raises ConfigError at the first line that cannot be used.
+    Raises ConfigError at the first line that cannot be used; it names the line's number in the file, from 1.
     """
 
-    def __init__(self, source: TextIO, jsonl: bool, params: dict[str, Any]) -> None:
+    def __init__(self, source: IO[bytes], jsonl: bool, params: dict[str, Any]) -> None:
         self._source = source
         self._jsonl = jsonl
         self._params = params
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         index, ids = 0, dict[str | int, int]()
-        try:
-            for line in self._source:
-                if not line.strip():
-                    continue
-                prompt: dict[str, Any] = self._read(index, line) if self._jsonl else {"prompt": line.rstrip("\r\n")}
-                if (name := prompt.get("id")) is not None and ids.setdefault(name, index) != index:
-                    raise ConfigError(f"prompts {ids[name]} and {index} have the same id {name!r:.80}")
-                yield index, {**prompt, "params": {**self._params, **prompt.get("params", {})}}
-                index += 1
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{self._source.name} is no UTF-8 text, at or after prompt {index}: {error}") from error
+        for number, line in enumerate(self._source, 1):
+            text = self._decode(number, line)
+            if not text.strip():
+                continue
+            prompt: dict[str, Any] = self._read(number, text) if self._jsonl else {"prompt": text.rstrip("\r\n")}
+            if (name := prompt.get("id")) is not None and ids.setdefault(name, number) != number:
+                raise ConfigError(f"lines {ids[name]} and {number} have the same id {name!r:.80}")
+            yield index, {**prompt, "params": {**self._params, **prompt.get("params", {})}}
+            index += 1
 
-    def _read(self, index: int, line: str) -> dict[str, Any]:
+    def _decode(self, number: int, line: bytes) -> str:
+        try:
+            return line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            name = getattr(self._source, "name", "<stdin>")
+            raise ConfigError(f"line {number} of {name} is not UTF-8: {line[:40]!r}") from error
+
+    def _read(self, number: int, line: str) -> dict[str, Any]:
         try:
             prompt = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"prompt {index} is not JSON ({error}): {line.strip():.80}") from error
+            raise ConfigError(f"line {number} is not JSON ({error}): {line.strip():.80}") from error
         if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt"), (str, list)):
-            raise ConfigError(
-                f'prompt {index} is no JSON object with "prompt", a text or token ids: {line.strip():.80}'
-            )
+            raise ConfigError(f'line {number} is no JSON object with "prompt", a text or token ids: {line.strip():.80}')
+        if unknown := sorted(prompt.keys() - set(KEYS)):
+            raise ConfigError(f"line {number} has the unknown key {unknown[0]!r:.80}; it may have {', '.join(KEYS)}")
         if not isinstance(prompt.get("params", {}), dict):
-            raise ConfigError(f'"params" of prompt {index} must be a JSON object, got {prompt["params"]!r:.80}')
-        if not isinstance(prompt.get("id"), (str, int, type(None))):
-            raise ConfigError(f'"id" of prompt {index} must be a text or a whole number, got {prompt["id"]!r:.80}')
+            raise ConfigError(f'"params" of line {number} must be a JSON object, got {prompt["params"]!r:.80}')
+        if isinstance(name := prompt.get("id"), bool) or not isinstance(name, (str, int, type(None))):
+            raise ConfigError(f'"id" of line {number} must be a text or a whole number, got {name!r:.80}')
         return prompt
 
 
@@ -229,37 +238,94 @@ class Run:
         return line
 
 
-def answered(output: Path) -> dict[int, str]:
-    """Index and prompt (as JSON) of the answers in a file, out of which those are taken that failed or are cut off.
+def open_output(output: Path) -> tuple[TextIO, dict[int, str]]:
+    """The file to append answers to, and index and prompt (as JSON) of those it holds.
 
-    Raises ConfigError, and leaves the file alone, if it holds anything else. What is no file, such as a pipe, has none.
+    Answers that failed or are cut off are taken out. The file is locked until it is closed or the process ends, so that
+    no two runs write to it. Raises ConfigError, and leaves the file alone, if it is locked or holds anything else. What
+    is no file, such as a pipe, has no answers and is not locked.
     """
-    if not output.is_file():
-        return {}
     # A link stays one.
     output = output.resolve()
-    done: dict[int, str] = {}
+    target = _open_locked(output)
+    if not output.is_file():
+        return target, {}
     keep = output.with_name(output.name + ".resuming")
     try:
-        with output.open(encoding="utf-8", errors="replace") as lines, keep.open("w", encoding="utf-8") as kept:
-            for line in lines:
-                # The last line of a run that was killed may be cut off.
-                if not line.endswith("\n") and line.startswith(_BEGINNING):
-                    continue
-                try:
-                    record = json.loads(line)
-                    index, prompt, is_answer = record["index"], json.dumps(record["prompt"]), "text" in record
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ConfigError(
-                        f"{output} holds something else than answers ({line.strip():.80}); name another --output"
-                    ) from error
-                if is_answer:
-                    done[index] = prompt
-                    kept.write(line)
-        os.replace(keep, output)
-    finally:
+        # What a killed run left.
         keep.unlink(missing_ok=True)
+        kept = keep.open("a", encoding="utf-8")
+        try:
+            # Before it takes the other's place, so that nobody finds it unlocked.
+            _lock(kept, output)
+            done = _copy_answers(output, kept)
+            kept.flush()
+            os.replace(keep, output)
+        except BaseException:
+            kept.close()
+            raise
+    finally:
+        # The lock goes last: once it is gone, the next run may have such a file.
+        keep.unlink(missing_ok=True)
+        target.close()
+    return kept, done
+
+
+def _open_locked(output: Path) -> TextIO:
+    while True:
+        target = output.open("a", encoding="utf-8")
+        try:
+            if not output.is_file():
+                return target
+            _lock(target, output)
+            # A run that has just let go of the lock may have put another file in its place.
+            if os.path.samestat(os.fstat(target.fileno()), output.stat()):
+                return target
+        except BaseException:
+            target.close()
+            raise
+        target.close()
+
+
+def _lock(target: TextIO, output: Path) -> None:
+    try:
+        fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"another run is writing to the output {output}; wait until it is done, or name another --output"
+        ) from error
+    except OSError:
+        # A file system without locks cannot tell who else writes.
+        return
+
+
+def _copy_answers(output: Path, kept: TextIO) -> dict[int, str]:
+    done: dict[int, str] = {}
+    with output.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            # The last line of a run that was killed may be cut off.
+            if not line.endswith("\n") and line.startswith(_BEGINNING):
+                continue
+            try:
+                record = json.loads(line)
+                index, prompt, is_answer = record["index"], json.dumps(record["prompt"]), "text" in record
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{output} holds something else than answers ({line.strip():.80}); name another --output"
+                ) from error
+            if is_answer:
+                done[index] = prompt
+                kept.write(line)
     return done
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Errors of the system say which file they are about."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror or error}") from error
 
 
 def _bar(console: Console) -> Progress:

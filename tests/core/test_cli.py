@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -123,6 +124,15 @@ def test_a_model_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     result = invoke("demo", "--model", str(tmp_path / "nothing"))
     assert result.exit_code == 2
     assert "nothing' does not exist" in result.output
+
+
+def test_a_table_that_nobody_reads_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run([sys.executable, "-m", "paged_backend", "plugins"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert result.returncode == 141
+    assert result.stderr == b""
 
 
 def test_help_does_not_wait_for_torch() -> None:

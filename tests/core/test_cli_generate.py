@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from paged_backend.cli import app
+from paged_backend.cli_generate import open_output
+from paged_backend.errors import ConfigError
 from paged_backend.service import AsyncEngine
 
 PROMPTS = ["hello", "a longer prompt than that", "x", "two words", "the fifth of them"]
@@ -162,9 +167,9 @@ def test_a_file_that_holds_something_else_is_left_alone(folder, prompts, tmp_pat
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("what is this?", "prompt 0 is not JSON"),
-        ('{"text": "a"}', 'prompt 0 is no JSON object with "prompt"'),
-        ('{"prompt": "a", "params": 3}', '"params" of prompt 0 must be a JSON object'),
+        ("what is this?", "line 1 is not JSON"),
+        ('{"text": "a"}', 'line 1 is no JSON object with "prompt"'),
+        ('{"prompt": "a", "params": 3}', '"params" of line 1 must be a JSON object'),
     ],
 )
 def test_json_lines_that_cannot_be_used_are_refused(folder, line, message):
@@ -188,11 +193,17 @@ def test_no_more_prompts_are_read_than_are_needed_to_keep_the_batch_full(folder,
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (bytes(range(256)), "is no UTF-8 text, at or after prompt 0"),
-        (b'{"prompt": "a"}\nwhat is this?\n', "prompt 1 is not JSON"),
-        (b"[" * 100_000, "prompt 0 is not JSON"),
-        (b'{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', "prompts 0 and 1 have the same id 1"),
-        (b'{"prompt": "a", "id": [1]}\n', '"id" of prompt 0 must be a text or a whole number'),
+        (b'{"prompt": "a"}\n\n\xff\n', "line 3 of"),
+        (b'{"prompt": "a"}\n\n\xff\n', "prompts.jsonl is not UTF-8: b'\\xff\\n'"),
+        (b'{"prompt": "a"}\n\nwhat is this?\n', "line 3 is not JSON"),
+        (b"[" * 100_000, "line 1 is not JSON"),
+        (b'{"prompt": "a", "id": 1}\n\n{"prompt": "b", "id": 1}\n', "lines 1 and 3 have the same id 1"),
+        (b'{"prompt": "a", "id": [1]}\n', '"id" of line 1 must be a text or a whole number'),
+        (b'{"prompt": "a", "id": true}\n', '"id" of line 1 must be a text or a whole number'),
+        (
+            b'{"prompt": "a"}\n{"prompt": "b", "parms": {}}\n',
+            "line 2 has the unknown key 'parms'; it may have prompt, params, id",
+        ),
     ],
 )
 def test_a_file_with_a_line_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path, content, message):
@@ -207,17 +218,20 @@ def test_a_file_with_a_line_that_cannot_be_used_is_refused_before_the_model_is_l
 def test_input_that_turns_out_binary_is_told_in_words(folder):
     result = generate(folder, stdin=b"hello\n" + bytes(range(256)))
     assert result.exit_code == 2
-    assert "<stdin> is no UTF-8 text" in result.stderr
+    assert "line 3 of <stdin> is not UTF-8" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--top-p", "0"], "top_p must be above 0"),
+        (["--top-p", "nan"], "top_p must be above 0 and at most 1, got nan"),
+        (["--temperature", "nan"], "temperature must be a number of at least 0, got nan"),
+        (["--threads", "100000"], "1024"),
         (["--scheduler", "nobody"], "unknown scheduler 'nobody'"),
         (["--kv-cache-memory", "0.5"], "share of a GPU's free memory"),
         (["--output", "/dev/full"], "No space left"),
-        (["--output", "no such folder/answers.jsonl"], "No such file or directory"),
+        (["--output", "no such folder/answers.jsonl"], "the output no such folder/answers.jsonl cannot be written"),
     ],
 )
 def test_what_cannot_be_done_is_told_in_words(folder, prompts, arguments, message):
@@ -263,3 +277,86 @@ def test_a_device_stays_a_device_and_a_link_a_link(folder, prompts, tmp_path):
     assert link.is_symlink()
     assert device.is_fifo()
     assert len(records(output.read_text())) == 5
+
+
+def test_prompts_that_are_not_there_are_told_from_an_output_that_cannot_be(folder):
+    result = generate(folder, "/nope/x")
+    assert result.exit_code == 2
+    assert result.stderr == "error: the prompts /nope/x cannot be read: No such file or directory\n"
+
+
+@pytest.mark.parametrize("content", ["", '{"index": 0, "prompt": "hello", "text": "mine"}\n{"index": 1, "pro'])
+def test_a_second_run_with_the_same_output_is_refused_and_nothing_is_lost(folder, prompts, tmp_path, content):
+    output = tmp_path / "answers.jsonl"
+    output.write_text(content)
+    target, _ = open_output(output)
+    with target:
+        target.write('{"index": 2, "prompt": "x", "text": "first"}\n')
+        target.flush()
+        before = output.read_text()
+        result = generate(folder, prompts, "--output", output)
+        assert result.exit_code == 2
+        assert f"another run is writing to the output {output}" in result.stderr
+        assert output.read_text() == before
+        assert list(tmp_path.iterdir()) == sorted([output, prompts])
+    assert generate(folder, prompts, "--output", output).exit_code == 0
+    assert len(records(output.read_text())) == 5
+    assert "first" in output.read_text()
+
+
+def test_a_lock_goes_with_the_process_that_held_it(tmp_path):
+    output = tmp_path / "answers.jsonl"
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from paged_backend.cli_generate import open_output\n"
+        "target, _ = open_output(Path(sys.argv[1]))\n"
+        "print('locked', flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(output)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match="another run is writing"):
+            open_output(output)
+        holder.kill()
+    open_output(output)[0].close()
+
+
+def test_a_file_that_took_the_others_place_before_the_lock_was_had_is_the_one_that_counts(tmp_path, monkeypatch):
+    output = tmp_path / "answers.jsonl"
+    output.write_text("")
+    answer = '{"index": 0, "prompt": "x", "text": "of the other run"}\n'
+    flock, replaced = fcntl.flock, []
+
+    def replaced_meanwhile(file, operation):
+        if not replaced:
+            replaced.append(file)
+            (tmp_path / "new").write_text(answer)
+            os.replace(tmp_path / "new", output)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
+    target, done = open_output(output)
+    target.close()
+    assert done == {0: '"x"'}
+    assert output.read_text() == answer
+
+
+def test_a_reader_that_goes_away_ends_the_run_in_silence(folder):
+    code = "from paged_backend.cli import run\nrun()"
+    options = ["--model", folder, "--kv-cache-memory", "4MiB", "--max-tokens", "1", "--threads", "1"]
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", "-", "--max-num-seqs", "2", *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.stdout is not None
+    run.stdout.close()
+    run.stdout = None
+    _, told = run.communicate(b"hello\n" * 30)
+    assert run.returncode == 141
+    # The libraries may have said something of their own.
+    assert not any(word in told for word in (b"error: ", b"Error: ", b"Traceback", b"Broken pipe", b"answered"))
