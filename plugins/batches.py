@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from itertools import islice
 
-from paged_backend.errors import ConfigError
+from paged_backend.plugins.options import checked_count, checked_number
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule
 from paged_backend.policies import KeyedPolicy, RequestView
 
@@ -21,9 +21,7 @@ class Static(ChoosesVictim, KeyedPolicy):
 
     def __init__(self, batch: int = 8, victim: str | VictimRule = "newest") -> None:
         super().__init__(victim)
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            raise ConfigError(f"batch must be an int of at least 1, got {batch!r}")
-        self.batch = batch
+        self.batch = checked_count("batch", batch, 1)
         self._chosen: list[RequestView] = []
         self._unfinished: list[RequestView] = []
 
@@ -52,9 +50,7 @@ class Window(Static):
 
     def __init__(self, batch: int = 8, window_ms: float = 50.0, victim: str | VictimRule = "newest") -> None:
         super().__init__(batch, victim)
-        if not 0 <= window_ms <= 60_000:
-            raise ConfigError(f"window_ms must be milliseconds from 0 to 60000, got {window_ms!r}")
-        self.window_s = window_ms / 1000
+        self.window_s = checked_number("window_ms", window_ms, 0, 60_000) / 1000
 
     def may_start(self, now: float) -> bool:
         """A full batch, or time is up."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from paged_backend.errors import ConfigError
 from paged_backend.plugins.length_prediction import Predictor
+from paged_backend.plugins.options import checked_flag, checked_number
 from paged_backend.plugins.service_time import LatestStarts, StepCost
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule, due, latest_deadline
 from paged_backend.policies import LazyHeap, RequestView
@@ -37,9 +37,9 @@ class Deadline(ChoosesVictim):
         victim: str | VictimRule = "latest_deadline",
     ) -> None:
         super().__init__(victim)
-        if not 0 <= share <= 1:
-            raise ConfigError(f"deadline's share must be from 0 to 1, got {share!r}")
-        self.share, self.shed, self.preempt = share, shed, preempt
+        self.share = checked_number("share", share, 0, 1)
+        self.shed = checked_flag("shed", shed)
+        self.preempt = checked_flag("preempt", preempt)
         self.latest_starts = LatestStarts(predict, cost)
         self._urgent: LazyHeap[RequestView] = LazyHeap()
         self._patient: LazyHeap[RequestView] = LazyHeap()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paged_backend.errors import ConfigError
 from paged_backend.hookspecs import hookimpl
+from paged_backend.plugins.options import checked_number
 from paged_backend.policies import CachedBlock, EvictionPolicy, KeyedEviction, LazyHeap
 
 
@@ -33,9 +33,7 @@ class Slru(EvictionPolicy):
     """
 
     def __init__(self, protected: float = 0.8) -> None:
-        if not 0 <= protected <= 1:
-            raise ConfigError(f"slru's protected must be a share from 0 to 1, got {protected!r}")
-        self.protected = protected
+        self.protected = checked_number("protected", protected, 0, 1)
         self._probation: LazyHeap[CachedBlock] = LazyHeap()
         self._protected: LazyHeap[CachedBlock] = LazyHeap()
 

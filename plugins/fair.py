@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Any
 
 from paged_backend.errors import ConfigError
+from paged_backend.plugins.options import checked_amount
 from paged_backend.plugins.token_counters import TokenCounters
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule
 from paged_backend.policies import LazyHeap, RequestView
@@ -35,12 +38,9 @@ class Fair(ChoosesVictim):
         victim: str | VictimRule = "newest",
     ) -> None:
         super().__init__(victim)
-        weights = dict(weights or {})
-        if not all(weight > 0 for weight in weights.values()) or not min(prompt_cost, output_cost) >= 0:
-            raise ConfigError(f"fair needs positive weights and costs of at least 0, got {weights!r}")
-        self.prompt_cost = prompt_cost
-        self.output_cost = output_cost
-        self._counters = TokenCounters(weights)
+        self.prompt_cost = checked_amount("prompt_cost", prompt_cost)
+        self.output_cost = checked_amount("output_cost", output_cost)
+        self._counters = TokenCounters(_checked_weights({} if weights is None else weights))
         self._queues: dict[str | None, LazyHeap[RequestView]] = {}
         self._num_waiting = 0
 
@@ -82,3 +82,14 @@ class Fair(ChoosesVictim):
         """Charges for a generated token; computing again after a preemption is free."""
         if request.num_uncomputed_tokens == 0:
             self._counters.charge(request.client_id, self.output_cost)
+
+
+def _checked_weights(weights: Any) -> dict[str | None, float]:
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"weights must map client ids to numbers above 0, got {weights!r:.200}")
+    for client in weights:
+        if not isinstance(client, (str, NoneType)):
+            raise ConfigError(f"a client id of weights must be a text or None, got {client!r:.200}")
+    return {
+        client: checked_amount(f"weights[{client!r:.80}]", weight, positive=True) for client, weight in weights.items()
+    }

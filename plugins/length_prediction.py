@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from paged_backend.errors import ConfigError
+from paged_backend.plugins.options import checked_count, checked_number
 from paged_backend.policies import RequestView
 
 MAX_CLIENTS = 4096
@@ -39,10 +40,8 @@ class RunningQuantile:
     """
 
     def __init__(self, quantile: float = 0.5, window: int = 64) -> None:
-        if not 0 <= quantile <= 1:
-            raise ConfigError(f"quantile must be from 0 to 1, got {quantile!r}")
-        self.quantile = quantile
-        self.window = window
+        self.quantile = checked_number("quantile", quantile, 0, 1)
+        self.window = checked_count("window", window, 1)
         self._lengths: OrderedDict[str | None, deque[int]] = OrderedDict()
 
     def __call__(self, request: RequestView) -> int:
@@ -70,8 +69,11 @@ def predictor(option: str | Predictor) -> Predictor:
     """The predictor that an option names or is; ConfigError for anything else."""
     if isinstance(option, str) and option in PREDICTORS:
         return PREDICTORS[option]()
-    if isinstance(option, str) or not callable(option):
-        raise ConfigError(f"predict={option!r} is unknown; choose from {', '.join(PREDICTORS)}, or pass a function")
+    # A class can be called too, but what it makes is no number.
+    if isinstance(option, (str, type)) or not callable(option):
+        raise ConfigError(
+            f"predict={option!r:.200} is unknown; choose from {', '.join(PREDICTORS)}, or pass a function"
+        )
     return option
 
 

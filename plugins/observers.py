@@ -7,6 +7,7 @@ from typing import Any
 
 from paged_backend.errors import ConfigError
 from paged_backend.hookspecs import hookimpl
+from paged_backend.plugins.options import checked_amount, checked_count
 from paged_backend.policies import RequestView
 from paged_backend.request import RequestOutput
 from paged_backend.stats import EngineStats, StepStats
@@ -22,13 +23,13 @@ class StepLog:
     """
 
     def __init__(self, every: int = 1, console: Any = None) -> None:
-        if every < 1:
-            raise ConfigError(f"every must be a number of steps of at least 1, got {every!r}")
+        self.every = checked_count("every", every, 1)
         try:
             from rich.console import Console
         except ImportError as error:
             raise ConfigError("StepLog needs rich: pip install 'paged-backend[cli]'") from error
-        self.every = every
+        if console is not None and not callable(getattr(console, "print", None)):
+            raise ConfigError(f"console must be a rich.console.Console or None, got {console!r:.200}")
         self.console = Console(stderr=True) if console is None else console
         self._num_steps = self._num_tokens = self._num_requests = 0
 
@@ -71,8 +72,10 @@ class Prometheus:
             import prometheus_client
         except ImportError as error:
             raise ConfigError("Prometheus needs prometheus_client: pip install 'paged-backend[metrics]'") from error
+        if registry is not None and not callable(getattr(registry, "register", None)):
+            raise ConfigError(f"registry must be a prometheus_client registry or None, got {registry!r:.200}")
         registry = prometheus_client.REGISTRY if registry is None else registry
-        self.interval_s = interval_s
+        self.interval_s = checked_amount("interval_s", interval_s)
         self._engine: Any | None = None
         self._stats: EngineStats | None = None
         self._seen_at = float("-inf")

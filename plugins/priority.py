@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paged_backend.errors import ConfigError
+from paged_backend.plugins.options import checked_amount, checked_flag
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule, lowest_priority
 from paged_backend.policies import KeyedPolicy, RequestView
 
@@ -27,10 +27,8 @@ class Priority(ChoosesVictim, KeyedPolicy):
         self, preempt: bool = False, aging_s: float | None = None, victim: str | VictimRule = "lowest_priority"
     ) -> None:
         super().__init__(victim)
-        if aging_s is not None and not aging_s > 0:
-            raise ConfigError(f"priority's aging_s must be a positive number of seconds or None, got {aging_s!r}")
-        self.preempt = preempt
-        self.aging_s = aging_s
+        self.preempt = checked_flag("preempt", preempt)
+        self.aging_s = None if aging_s is None else checked_amount("aging_s", aging_s, positive=True)
 
     def key(self, request: RequestView) -> float:
         """The class; with aging, all waiting requests gain at the same rate, so their order never changes."""

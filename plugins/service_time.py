@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from paged_backend.errors import ConfigError
 from paged_backend.plugins.length_prediction import Predictor, RemainingTokens
 from paged_backend.plugins.victims import due
 from paged_backend.policies import LazyHeap, RequestView
@@ -50,6 +51,8 @@ class LatestStarts:
     """
 
     def __init__(self, predict: str | Predictor = "max_tokens", cost: StepCost | None = None) -> None:
+        if cost is not None and not isinstance(cost, StepCost):
+            raise ConfigError(f"cost must be a StepCost or None, got {cost!r:.200}")
         self.remaining = RemainingTokens(predict)
         self.cost = StepCost() if cost is None else cost
         self._heap: LazyHeap[RequestView] = LazyHeap()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Generator
 from contextlib import closing
 
-from paged_backend.errors import ConfigError
 from paged_backend.plugins.length_prediction import Predictor, RemainingTokens
+from paged_backend.plugins.options import checked_count, checked_number
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule
 from paged_backend.policies import KeyedPolicy, RequestView
 
@@ -36,10 +37,8 @@ class StarvationAware(ChoosesVictim, KeyedPolicy):
         victim: str | VictimRule = "newest",
     ) -> None:
         super().__init__(victim)
-        if max_overtakes < 0 or not max_wait_s >= 0:
-            raise ConfigError(f"max_overtakes={max_overtakes!r} and max_wait_s={max_wait_s!r} must be at least 0")
-        self.max_overtakes = max_overtakes
-        self.max_wait_s = max_wait_s
+        self.max_overtakes = checked_count("max_overtakes", max_overtakes, 0)
+        self.max_wait_s = checked_number("max_wait_s", max_wait_s, 0, math.inf)
         self._remaining = RemainingTokens(predict)
         # Orders of those that wait, ascending, with their requests. A start adds 1 to the nearest earlier order, and
         # counts for everybody before it too: how often a request was overtaken is the sum from itself on.

@@ -49,8 +49,11 @@ class ChoosesVictim(SchedulingPolicy):
 
     def __init__(self, victim: str | VictimRule = "newest") -> None:
         rule = VICTIMS.get(victim) if isinstance(victim, str) else victim
-        if not callable(rule):
-            raise ConfigError(f"victim={victim!r} is unknown; choose from {', '.join(VICTIMS)}, or pass a function")
+        # A class can be called too, but what it makes is no request.
+        if isinstance(rule, type) or not callable(rule):
+            raise ConfigError(
+                f"victim={victim!r:.200} is unknown; choose from {', '.join(VICTIMS)}, or pass a function"
+            )
         self._victim = rule
 
     def victim(self, running: Sequence[RequestView], now: float) -> RequestView:
