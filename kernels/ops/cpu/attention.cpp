@@ -38,7 +38,7 @@ struct Numbers : Plain<float> {
   static PAGED_INLINE void columns(F value, F, F* to) { to[0] = value; }
 };
 
-#if PAGED_BF16_DOT
+#if defined(__AVX512BF16__)
 template <>
 struct Numbers<bf16> : Bf16Pairs {
   using Product = Bf16Pairs;

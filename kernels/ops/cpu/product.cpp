@@ -16,7 +16,7 @@ constexpr int64_t kFetchingRows = 6, kAhead = 8192;
 constexpr int64_t kGrain = 1 << 16;
 
 Tile tile_for(const Weight& weight, int64_t num_rows) {
-#if PAGED_BF16_DOT
+#if defined(__AVX512BF16__)
   if (weight.pairs) {
     return weight.type == Type::i8 ? tile_of<Int8Pairs>(num_rows) : tile_of<Bf16Pairs>(num_rows);
   }

@@ -23,7 +23,7 @@ struct Plain {
   static PAGED_INLINE F multiply(F sums, F panel, const float* row) { return sums + panel * *row; }
 };
 
-#if PAGED_BF16_DOT
+#if defined(__AVX512BF16__)
 struct Pairs {
   using Row = bf16;
   static constexpr int kStep = 2;

@@ -21,12 +21,6 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
-#if defined(__AVX512BF16__)
-#define PAGED_BF16_DOT 1
-#else
-#define PAGED_BF16_DOT 0
-#endif
-
 typedef float F __attribute__((vector_size(4 * W)));
 typedef int32_t I __attribute__((vector_size(4 * W)));
 typedef uint32_t U __attribute__((vector_size(4 * W)));
@@ -90,14 +84,20 @@ PAGED_INLINE F load(const f16* p) {
 #endif
 }
 PAGED_INLINE F load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(p)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+#else
   return __builtin_convertvector(__builtin_convertvector(read<B>(p), I), F);
+#endif
 }
 
 // W floats to memory, rounded to the nearest, ties to even; NaN stays NaN.
 
 PAGED_INLINE void store(float* p, F x) { write(p, x); }
 PAGED_INLINE void store(bf16* p, F x) {
-#if PAGED_BF16_DOT
+#if defined(__AVX512BF16__)
   write(p, _mm512_cvtneps_pbh(x));
 #else
   const U bits = (U)x;
@@ -238,7 +238,7 @@ PAGED_INLINE F silu(F x) { return x * sigmoid(x); }
 // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which torch calls gelu with approximate="tanh".
 PAGED_INLINE F gelu_tanh(F x) { return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x)); }
 
-#if PAGED_BF16_DOT
+#if defined(__AVX512BF16__)
 // sums + pairs of bfloat16 products, two to a lane.
 PAGED_INLINE F dot_pairs(F sums, U a, U b) {
   return (F)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
