@@ -65,7 +65,7 @@ def admit_request(request: RequestView, stats: EngineStats) -> bool | str | None
 def engine_started(engine: Engine) -> None:
     """The engine is built: model proven, cache sized. Once per engine.
 
-    Keep ``engine`` to read ``engine.stats()`` until it is closed; what changes the engine is refused inside of its own calls.
+    Keep ``engine`` to read ``engine.stats()`` until it is closed; what changes it is refused inside of its own calls.
     """
 
 

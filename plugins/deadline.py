@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from fractions import Fraction
 
 from paged_backend.plugins.length_prediction import Predictor
 from paged_backend.plugins.options import checked_flag, checked_number
@@ -43,7 +44,9 @@ class Deadline(ChoosesVictim):
         self.latest_starts = LatestStarts(predict, cost)
         self._urgent: LazyHeap[RequestView] = LazyHeap()
         self._patient: LazyHeap[RequestView] = LazyHeap()
-        self._credit, self._num_steps = 0.0, 0
+        # Exact, for ten times 0.1 added up is less than 1.
+        self._share = Fraction(self.share).limit_denominator(10**9)
+        self._credit, self._num_steps = Fraction(0), 0
 
     def add(self, request: RequestView, now: float) -> None:
         if request.deadline is None:
@@ -58,7 +61,7 @@ class Deadline(ChoosesVictim):
     def remove(self, request: RequestView) -> None:
         known = request.order in self._urgent or request.order in self._patient
         if known and not request.is_waiting and self._urgent and self._patient:
-            self._credit += self.share - (request.deadline is None)
+            self._credit += self._share - (request.deadline is None)
         for heap in (self._urgent, self._patient, self.latest_starts):
             heap.discard(request.order)
 
@@ -66,7 +69,7 @@ class Deadline(ChoosesVictim):
         with closing(self._urgent.ascending()) as by_deadline, closing(self._patient.ascending()) as by_arrival:
             alive = (r for r in by_deadline if not (self.shed and self.latest_starts.is_past(r, now)))
             urgent, patient = next(alive, None), next(by_arrival, None)
-            while request := patient if urgent is None or (patient and self._credit + self.share >= 1) else urgent:
+            while request := patient if urgent is None or (patient and self._credit + self._share >= 1) else urgent:
                 yield request
                 if request.is_waiting:
                     return
@@ -80,7 +83,7 @@ class Deadline(ChoosesVictim):
         return len(self._urgent) + len(self._patient)
 
     def rank_prefills(self, prefilling: Sequence[RequestView], now: float) -> Sequence[RequestView]:
-        patient_first = int(self._num_steps * self.share) > int((self._num_steps - 1) * self.share)
+        patient_first = int(self._num_steps * self._share) > int((self._num_steps - 1) * self._share)
         latest = self.latest_starts.of
         return sorted(prefilling, key=lambda r: (patient_first and r.deadline is not None, due(r), latest(r)))
 

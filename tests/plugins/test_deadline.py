@@ -156,6 +156,16 @@ def test_an_urgent_request_takes_the_seat_of_one_that_has_time():
     engine.assert_sound()
 
 
+@pytest.mark.parametrize(("share", "num_starts"), [(0.1, 10), (1 / 3, 3), (0.7, 10)])
+def test_a_share_is_not_rounded_away(share, num_starts):
+    engine = ModelFree(Deadline(share=share), max_num_seqs=1)
+    patient = [engine.add(1, 1).order for _ in range(num_starts)]
+    for _ in range(num_starts):
+        engine.add(1, 1, deadline=1e6)
+    engine.run()
+    assert len(set(engine.start_orders[:num_starts]) & set(patient)) == round(num_starts * share)
+
+
 def test_step_cost_tells_decode_steps_and_prompt_tokens_apart():
     cost = StepCost()
     assert cost.seconds(1000, 1000) == 0
