@@ -72,7 +72,10 @@ def demo(
         from paged_backend import sample_model
         from paged_backend.demo import run_demo
         from paged_backend.demo_prompts import PROMPTS
+        from paged_backend.pretrained import check_model_name
 
+        if model is not None:
+            check_model_name(str(model), {})
         logging.disable_progress_bar()
         if threads is not None:
             torch.set_num_threads(threads)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from paged_backend.errors import ConfigError, PagedBackendError
+from paged_backend.errors import PagedBackendError
 
 if TYPE_CHECKING:
     from paged_backend.engine import Engine
@@ -110,12 +110,6 @@ def open_engine(
         if re.fullmatch(r"0?\.\d+", options.get("kv_cache_memory", "")):
             options["kv_cache_memory"] = float(options["kv_cache_memory"])
         folder = model or sample_model.fetch()
-        try:
-            engine = Engine.from_pretrained(folder, model_kwargs={"dtype": "auto", "device_map": device}, **options)
-        except (PagedBackendError, OSError):
-            raise
-        except Exception as error:
-            # What transformers raises for a folder that it can make nothing of may be anything.
-            raise ConfigError(f"the model {folder} cannot be loaded: {error!r}") from error
+        engine = Engine.from_pretrained(folder, model_kwargs={"dtype": "auto", "device_map": device}, **options)
     with engine:
         yield engine

@@ -32,6 +32,10 @@ class UnknownPolicy(ConfigError):
     """No policy of that kind has this name; the message lists the known ones."""
 
 
+class ModelNotFound(ConfigError, OSError):
+    """No model is where one was named, or none could be fetched from there; the message says what may be named."""
+
+
 class UnsupportedModel(PagedBackendError, NotImplementedError):
     """The load probe could not prove that the model runs right on paged attention; the message says why."""
 
