@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from paged_backend.detokenizer import IncrementalDetokenizer
-from paged_backend.errors import RequestFailed
+from paged_backend.errors import ConfigError, RequestFailed
+from paged_backend.policy_errors import describe
 from paged_backend.ticket import Ticket, await_until, call_at_end, sleep_until
 
 if TYPE_CHECKING:
@@ -71,8 +74,12 @@ class Handle:
         timeout: seconds after which DeadlineExceeded is raised; the request goes on, and may be waited for again.
         Raises RequestFailed when it ended with ``"error"``, RequestRefused when a plugin refused it after it was
         submitted, EngineFailed when the engine's thread died. A request that was cancelled, or not done within its
-        ``timeout_s``, is a result: its ``finish_reason`` says so.
+        ``timeout_s``, is a result: its ``finish_reason`` says so. ConfigError for a ``timeout`` that is no number.
         """
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
+                raise ConfigError(f"timeout must be a number of seconds or None, got {describe(timeout)}")
+            timeout = float(min(timeout, threading.TIMEOUT_MAX))
         ticket = self._ticket
         if not ticket.is_over:
             sleep_until(ticket, ticket.waiting_for_end, lambda: ticket.is_over, timeout)
