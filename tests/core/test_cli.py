@@ -126,6 +126,12 @@ def test_a_model_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     assert "nothing' does not exist" in result.output
 
 
+def test_a_folder_without_a_model_is_told_to_the_demo_in_words(tmp_path: Path) -> None:
+    result = invoke("demo", "--model", str(tmp_path))
+    assert result.exit_code == 2
+    assert "holds no model, for it has no config.json" in result.output
+
+
 def test_a_table_that_nobody_reads_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)

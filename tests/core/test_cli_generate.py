@@ -250,6 +250,18 @@ def test_a_folder_that_is_no_model_is_told_in_words(prompts, tmp_path):
     result = generate(str(tmp_path / "model"), prompts)
     assert result.exit_code == 2
     assert "error: the model" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("/nope", "error: there is no folder '/nope'; give a folder"), ("/", "error: the folder '/' holds no model")],
+)
+def test_a_model_that_is_not_there_is_told_with_what_may_be_given(name, message):
+    result = generate(name, stdin="hello")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "or a hub id such as 'owner/name'" in result.stderr
 
 
 def test_a_prompt_that_is_no_text_fails_alone(folder, tmp_path):

@@ -424,8 +424,13 @@ def test_a_request_whose_processor_raises_fails_alone(service: ScriptedService, 
 
 def test_a_model_that_is_not_there_is_a_not_found_error(tmp_path: Path) -> None:
     chat = ChatPaged(model=str(tmp_path / "nothing"))
-    with pytest.raises(ModelNotFoundError, match="nothing"):
+    with pytest.raises(ModelNotFoundError, match=r"there is no folder .*nothing'; give a folder .* or a hub id"):
         chat.invoke("x")
+
+
+def test_a_folder_without_a_model_is_a_not_found_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="holds no model"):
+        ChatPaged(model=str(tmp_path)).invoke("x")
 
 
 # Engines
