@@ -138,7 +138,8 @@ def run() -> None:
 def _leave(codes: list[int]) -> None:
     for code in codes:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
+            # None is a stream that was closed before the process began.
+            with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         os._exit(code)
 

@@ -74,6 +74,10 @@ def generate(
     console = cli_engine.Terminal(stderr=True)
     params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or []}
     with cli_engine.errors_in_words(), ExitStack() as stack:
+        for stream, path, name in ((sys.stdin, prompts, "prompts"), (sys.stdout, output, "an --output")):
+            # So python calls one that was closed before it started.
+            if path == DASH and stream is None:
+                raise ConfigError(f"the standard stream is closed; name a file for {name}")
         total = None
         with _named(f"the prompts {prompts} cannot be read"):
             source: IO[bytes] = sys.stdin.buffer if prompts == DASH else stack.enter_context(prompts.open("rb"))

@@ -355,6 +355,15 @@ def test_a_file_that_took_the_others_place_before_the_lock_was_had_is_the_one_th
     assert output.read_text() == answer
 
 
+@pytest.mark.parametrize(("closed", "option"), [("stdin", "prompts"), ("stdout", "an --output")])
+def test_a_standard_stream_that_is_closed_is_told_in_words(prompts, closed, option):
+    code = f"import sys\nsys.{closed} = None\nfrom paged_backend.cli import run\nrun()"
+    arguments = ["-" if closed == "stdin" else str(prompts), "--model", "/nope"]
+    result = subprocess.run([sys.executable, "-c", code, "generate", *arguments], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == f"error: the standard stream is closed; name a file for {option}\n"
+
+
 def test_a_reader_that_goes_away_ends_the_run_in_silence(folder):
     code = "from paged_backend.cli import run\nrun()"
     options = ["--model", folder, "--kv-cache-memory", "4MiB", "--max-tokens", "1", "--threads", "1"]
