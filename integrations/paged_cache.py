@@ -30,7 +30,7 @@ class PagedCache(Cache):
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
             optional = name == "num_blocks" and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
+                raise ConfigError(f"{name} must be an int of at least 1, got {value!r:.200}")
         super().__init__(layers=[])
         self.tables = BlockTables(block_size, num_blocks)
 

@@ -177,6 +177,12 @@ def test_a_size_that_means_nothing_is_named(options):
         PagedCache(**options)
 
 
+def test_a_model_in_the_place_of_a_size_is_refused_at_once_and_briefly(llama):
+    with pytest.raises(ConfigError, match=r"^block_size must be an int of at least 1, got LlamaForCausalLM") as caught:
+        PagedCache(llama)
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "llama4"])
 def test_the_engine_and_stock_with_this_cache_agree(family):
     model = make_tiny(family)
