@@ -44,7 +44,12 @@ def set_up(folder: Path) -> None:
     for name, packages in _PACKAGES.items():
         if not (folder / name).is_dir():
             venv.create(folder / name, with_pip=True)
-            subprocess.run([python_of(name, folder), "-m", "pip", "install", "--quiet", *packages], check=True)
+            pip = [python_of(name, folder), "-m", "pip"]
+            subprocess.run([*pip, "install", "--quiet", *packages], check=True)
+            if name == "vllm":
+                # What it brings along for pictures and sound may not fit its torch, and is not needed for text.
+                unneeded = ["torchvision", "torchaudio", "torchcodec"]
+                subprocess.run([*pip, "uninstall", "--quiet", "-y", *unneeded], check=True)
     if not (folder / "smollm2").exists():
         (folder / "smollm2").symlink_to(sample_model.fetch())
     if not (folder / "smollm2-openvino").is_dir():
