@@ -157,6 +157,7 @@ class BlockPool:
         """Keep the blocks of ``nodes``, also those that are computed later."""
         for node in nodes:
             self._pins[node] += 1
+            node.num_pins += 1
             block = node.blocks[self.group]
             if self._pins[node] == 1 and block is not None and block in self._cached:
                 self._num_idle_pinned += 1
@@ -166,6 +167,7 @@ class BlockPool:
         """Take back one ``pin`` of each node, end of the prefix first."""
         for node in nodes:
             self._pins[node] -= 1
+            node.num_pins -= 1
             if self._pins[node]:
                 continue
             del self._pins[node]

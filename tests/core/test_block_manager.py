@@ -220,6 +220,32 @@ def test_books_agree_after_ten_thousand_random_operations():
     )
 
 
+def test_a_pin_outlives_a_longer_one_though_nothing_of_it_is_computed_yet():
+    manager = make_manager("full", 20)
+    manager.pin([1] * 4, None)
+    manager.pin([1] * 8, None)
+    manager.unpin([1] * 8, None)
+    request = make_request([1] * 9, 0)
+    start(manager, request)
+    compute(manager, request, 9)
+    manager.free(request, 0.0)
+    manager.check_integrity()
+    (pool,) = manager.pools
+    assert pool.num_pinned == 1
+    assert pool.num_available == pool.num_blocks - 1
+    manager.unpin([1] * 4, None)
+    assert pool.num_available == pool.num_blocks
+
+
+def test_a_pin_that_is_refused_leaves_a_shorter_one_in_place():
+    manager = make_manager("full", 6)
+    manager.pin([1] * 4, None)
+    with pytest.raises(RequestRefused, match="unpin another"):
+        manager.pin([1] * 20, None)
+    assert [node.tokens for node in manager.tree.nodes()] == [(1, 1, 1, 1)]
+    manager.check_integrity()
+
+
 def test_second_request_with_the_same_beginning_shares_its_full_blocks():
     manager = make_manager("full", 20)
     first, second = make_request([1] * 10, 0), make_request([1] * 9 + [2, 3], 1)
