@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 
 # Read when torch, tokenizers, huggingface_hub and triton are first imported, so set before any of them.
@@ -18,6 +19,8 @@ from tiny_models import make_tiny
 from transformers import PreTrainedModel
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# A shell starts what runs in the background with Ctrl-C ignored, which tests send and their programs inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
