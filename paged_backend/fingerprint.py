@@ -37,6 +37,8 @@ class Fingerprint:
         self._facts = [fact for _, fact in _facts(model)]
         self._weights = [_samples(tensor) for tensor in _weights(model)]
         self._contents = _contents(self._weights)
+        # Views share the counter of what they view.
+        self._counted = [view for views in self._weights for view in views if not view.is_inference()]
         self._versions = self._count_versions()
         self._buffers = _contents([_samples(tensor) for tensor in _written_buffers(model)])
 
@@ -45,8 +47,8 @@ class Fingerprint:
         return self._count_versions() != self._versions
 
     def _count_versions(self) -> int:
-        # Views share the counter of what they view, and counters only grow.
-        return sum(view._version for views in self._weights for view in views if not view.is_inference())
+        # Counters only grow, so that no two changes cancel out.
+        return sum(view._version for view in self._counted)
 
     def difference(self, model: PreTrainedModel) -> str | None:
         """What changed since, in words, or None. Waits for the device once per dtype and device."""

@@ -42,8 +42,8 @@ class SharedEngine:
     def run(self, requests: Sequence[Mapping[str, Any]]) -> list[RequestOutput]:
         """Run requests, each the arguments of ``Engine.add_request``, to their end; their outputs in the same order.
 
-        Raises what refused one of them, in this thread only; none of them runs then. EngineClosed after ``close`` and
-        when called from inside a step, which would wait for itself.
+        Raises what refused one of them, in this thread only; none of them runs then. EngineClosed after ``close``,
+        EngineBusy when called from inside a step, which would wait for itself.
         """
         if self._leading_thread == threading.get_ident():
             raise EngineBusy(
