@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from torch import nn
 from transformers import GenerationMixin
 
-from paged_backend.errors import UnsupportedCall
+from paged_backend.errors import ConfigError, UnsupportedCall
 from paged_backend.integrations.decoding import decode
 from paged_backend.integrations.generate_call import GenerateCall, refuse
 from paged_backend.integrations.model_engines import release_engines
@@ -52,8 +53,10 @@ def release(model: Any) -> None:
     """Free the engines, and with them the memory, that ``generate`` keeps for ``model`` or for a model inside it.
 
     They are freed with the model anyway, and made anew by the next call, from the weights as they are then. Calls that
-    still run are finished first.
+    still run are finished first. Raises ConfigError for what is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"release takes the model that generate was called on, got a {type(model).__name__}")
     release_engines(model)
 
 

@@ -211,6 +211,12 @@ def test_release_closes_the_engines_and_the_next_call_makes_new_ones(fresh):
     paged_backend.release(make_tiny("gpt2"))
 
 
+@pytest.mark.parametrize("wrong", [None, "gpt2", 5])
+def test_releasing_what_is_no_model_is_refused_by_name(wrong):
+    with pytest.raises(ConfigError, match=f"release takes the model .* got a {type(wrong).__name__}"):
+        paged_backend.release(wrong)
+
+
 def test_plugins_of_paged_config_hear_of_the_steps(fresh):
     class Observer:
         steps = 0
