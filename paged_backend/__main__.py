@@ -1,6 +1,6 @@
 """``python -m paged_backend``: the command line."""
 
-from paged_backend.cli import run
+from paged_backend.cli.app import run
 
 if __name__ == "__main__":
     run()

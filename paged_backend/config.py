@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paged_backend.errors import ConfigError
-from paged_backend.policy_errors import describe
+from paged_backend.policy.policy_errors import describe
 
 KV_DTYPES = {
     "auto": None,

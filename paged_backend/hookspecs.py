@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from paged_backend.engine import Engine
-    from paged_backend.request import RequestOutput
-    from paged_backend.request_view import RequestView
+    from paged_backend.engine.engine import Engine
+    from paged_backend.request.request import RequestOutput
+    from paged_backend.request.view import RequestView
     from paged_backend.stats import EngineStats, StepStats
 
 PROJECT = "paged_backend"

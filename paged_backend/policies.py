@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paged_backend.lazy_heap import LazyHeap as LazyHeap
-from paged_backend.request_view import RequestView as RequestView
+from paged_backend.request.view import RequestView as RequestView
 
 
 class SchedulingPolicy(ABC):

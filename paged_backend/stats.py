@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paged_backend.block_manager import BlockManager
-    from paged_backend.request import RequestOutput
-    from paged_backend.scheduler import ScheduledStep, Scheduler
+    from paged_backend.engine.scheduler import ScheduledStep, Scheduler
+    from paged_backend.memory.block_manager import BlockManager
+    from paged_backend.request.request import RequestOutput
 
 
 class Stopwatch:

@@ -9,7 +9,7 @@ from paged_backend.errors import ConfigError
 from paged_backend.hookspecs import hookimpl
 from paged_backend.plugins.options import checked_amount, checked_count
 from paged_backend.policies import RequestView
-from paged_backend.request import RequestOutput
+from paged_backend.request.request import RequestOutput
 from paged_backend.stats import EngineStats, StepStats
 
 # Seconds. From a small model on a GPU to a long prompt on a laptop.

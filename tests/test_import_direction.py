@@ -38,7 +38,7 @@ def imported_names(source: str, package: str) -> Iterator[str]:
 def part_of(name: str) -> tuple[str, str]:
     """Say which part of the house a dotted name lies in, and its module in the core.
 
-    `paged_backend.plugins.eviction` is ("plugins", ""), `paged_backend.scheduler.Scheduler` is ("core", "scheduler").
+    `paged_backend.plugins.eviction` is ("plugins", ""), `paged_backend.engine.scheduler.Scheduler` is ("core", "scheduler").
     """
     words = name.split(".")
     if words[0] != "paged_backend":
@@ -96,18 +96,18 @@ def test_imports_point_one_way(module: str, path: Path) -> None:
         ("paged_backend.kernels.store_kv", "import transformers"),
         ("paged_backend.kernels.store_kv", "from paged_backend.errors import PagedBackendError"),
         ("paged_backend.kernels.store_kv", "from .. import errors"),
-        ("paged_backend.scheduler", "from paged_backend.kernels import store_kv"),
-        ("paged_backend.scheduler", "from paged_backend import kernels"),
-        ("paged_backend.scheduler", "from .plugins.eviction import LRU"),
-        ("paged_backend.scheduler", "from paged_backend.integrations import huggingface"),
-        ("paged_backend.engine", "from paged_backend.lab.replay import replay"),
-        ("paged_backend.plugins.eviction", "def f():\n    from paged_backend.block_manager import BlockManager"),
-        ("paged_backend.plugins.eviction", "import paged_backend.engine"),
+        ("paged_backend.engine.scheduler", "from paged_backend.kernels import store_kv"),
+        ("paged_backend.engine.scheduler", "from paged_backend import kernels"),
+        ("paged_backend.engine.scheduler", "from .plugins.eviction import LRU"),
+        ("paged_backend.engine.scheduler", "from paged_backend.integrations import huggingface"),
+        ("paged_backend.engine.engine", "from paged_backend.lab.replay import replay"),
+        ("paged_backend.plugins.eviction", "def f():\n    from paged_backend.memory.block_manager import BlockManager"),
+        ("paged_backend.plugins.eviction", "import paged_backend.engine.engine"),
         ("paged_backend.plugins.eviction", "from paged_backend import Engine"),
-        ("paged_backend.integrations.huggingface", "from paged_backend.twin import Twin"),
-        ("paged_backend.integrations.huggingface", "import paged_backend.engine"),
-        ("paged_backend.integrations.huggingface", "from paged_backend import engine"),
-        ("paged_backend.integrations.huggingface", "from paged_backend.kernels import store_kv"),
+        ("paged_backend.integrations.huggingface.patches", "from paged_backend.model.twin import Twin"),
+        ("paged_backend.integrations.huggingface.patches", "import paged_backend.engine.engine"),
+        ("paged_backend.integrations.huggingface.patches", "from paged_backend import engine"),
+        ("paged_backend.integrations.huggingface.patches", "from paged_backend.kernels import store_kv"),
     ],
 )
 def test_an_import_against_the_direction_is_caught(module: str, line: str) -> None:
@@ -120,14 +120,14 @@ def test_an_import_against_the_direction_is_caught(module: str, line: str) -> No
     [
         ("paged_backend.kernels.store_kv", "import math, torch, triton.language as tl"),
         ("paged_backend.kernels.store_kv", "from paged_backend.kernels.dispatch import choose"),
-        ("paged_backend.attention", "from paged_backend.kernels import store_kv"),
-        ("paged_backend", "from paged_backend.integrations.huggingface import install"),
+        ("paged_backend.model.attention", "from paged_backend.kernels import store_kv"),
+        ("paged_backend", "from paged_backend.integrations.huggingface.patches import install"),
         ("paged_backend.plugins.eviction", "from paged_backend.policies import EvictionPolicy"),
-        ("paged_backend.integrations.huggingface", "from paged_backend import Engine"),
-        ("paged_backend.integrations.huggingface", "from paged_backend.engine import Engine"),
-        ("paged_backend.integrations.huggingface", "from paged_backend.errors import UnsupportedModel"),
+        ("paged_backend.integrations.huggingface.patches", "from paged_backend import Engine"),
+        ("paged_backend.integrations.huggingface.patches", "from paged_backend.engine.engine import Engine"),
+        ("paged_backend.integrations.huggingface.patches", "from paged_backend.errors import UnsupportedModel"),
         ("paged_backend.lab.bench", "from paged_backend.kernels import store_kv"),
-        ("paged_backend.cli", "from paged_backend.lab.bench import bench"),
+        ("paged_backend.cli.app", "from paged_backend.lab.bench import bench"),
     ],
 )
 def test_an_import_along_the_direction_passes(module: str, line: str) -> None:

@@ -17,15 +17,15 @@ from collections.abc import Generator
 from time import thread_time
 from typing import Any
 
-from paged_backend.block_manager import BlockManager
-from paged_backend.kv_cache import KVGroup
-from paged_backend.mask_rule import FULL
-from paged_backend.plugin_manager import PluginManager
-from paged_backend.policy_errors import PolicyErrors
-from paged_backend.policy_guard import PolicyGuard
-from paged_backend.request import Request
+from paged_backend.engine.scheduler import Scheduler
+from paged_backend.memory.block_manager import BlockManager
+from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.mask_rule import FULL
+from paged_backend.policy.plugin_manager import PluginManager
+from paged_backend.policy.policy_errors import PolicyErrors
+from paged_backend.policy.policy_guard import PolicyGuard
+from paged_backend.request.request import Request
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.scheduler import Scheduler
 
 TIMED = (
     "add",

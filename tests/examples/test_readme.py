@@ -14,7 +14,7 @@ from tiny_models import save_tiny
 
 import paged_backend
 from paged_backend import Engine, SamplingParams
-from paged_backend.plugin_manager import PluginManager
+from paged_backend.policy.plugin_manager import PluginManager
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

@@ -7,7 +7,7 @@ from oracle import assert_greedy, draw_prompts, stock_greedy
 from tiny_models import make_tiny
 
 from paged_backend import Engine, SamplingParams
-from paged_backend.plugin_manager import PluginManager
+from paged_backend.policy.plugin_manager import PluginManager
 
 REGISTRY = PluginManager(load_entry_points=False)
 SCHEDULERS = sorted(REGISTRY.names("scheduler"))

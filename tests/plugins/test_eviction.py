@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from model_free import ModelFree
 
 from paged_backend.errors import ConfigError
-from paged_backend.plugin_manager import PluginManager
 from paged_backend.plugins.eviction import Fifo, Gdsf, Lru, Slru
 from paged_backend.plugins.fifo import Fifo as FirstCome
 from paged_backend.policies import CachedBlock
+from paged_backend.policy.plugin_manager import PluginManager
 
 EVICTIONS = sorted(PluginManager(load_entry_points=False).names("eviction"))
 

@@ -19,8 +19,8 @@ from paged_backend.errors import EngineClosed, PluginError
 from paged_backend.plugins.eviction import Lru
 from paged_backend.plugins.fifo import Fifo
 from paged_backend.policies import RequestView, SchedulingPolicy
-from paged_backend.policy_errors import BLOCKED_S, SLOW_S
-from paged_backend.request import RequestState
+from paged_backend.policy.policy_errors import BLOCKED_S, SLOW_S
+from paged_backend.request.request import RequestState
 
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 # Few seats, few blocks and short chunks, so that requests wait, are preempted, and cached blocks are dropped.

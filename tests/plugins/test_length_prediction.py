@@ -7,7 +7,7 @@ import pytest
 from paged_backend.errors import ConfigError
 from paged_backend.plugins import length_prediction
 from paged_backend.plugins.length_prediction import RemainingTokens, RunningQuantile, max_tokens, predictor
-from paged_backend.request import Request
+from paged_backend.request.request import Request
 from paged_backend.sampling_params import SamplingParams
 
 

@@ -7,10 +7,10 @@ import math
 import pytest
 
 from paged_backend.errors import ConfigError
-from paged_backend.plugin_manager import PluginManager
 from paged_backend.plugins.length_prediction import RunningQuantile
 from paged_backend.plugins.observers import Prometheus, StepLog
 from paged_backend.plugins.service_time import StepCost
+from paged_backend.policy.plugin_manager import PluginManager
 
 NO_NUMBER = ["x", None, True, [1], math.nan]
 REFUSED = [

@@ -78,7 +78,7 @@ def test_by_class_keeps_urgent_prefixes_longest(policies):
 PROGRAM = """
 import json, sys
 from paged_backend import Engine, SamplingParams
-from paged_backend.plugin_manager import PluginManager
+from paged_backend.policy.plugin_manager import PluginManager
 folder, plugin, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 info = {info.name: info for info in PluginManager().describe()}[plugin]
 engine = Engine.from_pretrained(folder, kv_cache_memory="8MiB", **options)

@@ -8,7 +8,7 @@ from tiny_models import make_tiny
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.errors import ConfigError, ContextOverflow, RequestRefused
-from paged_backend.plugin_manager import PluginManager
+from paged_backend.policy.plugin_manager import PluginManager
 
 SCHEDULERS = sorted(PluginManager(load_entry_points=False).names("scheduler"))
 BYTES_PER_TOKEN = 256

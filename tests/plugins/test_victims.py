@@ -15,7 +15,7 @@ from paged_backend.plugins.fifo import Fifo
 from paged_backend.plugins.priority import Priority
 from paged_backend.plugins.starvation_aware import StarvationAware
 from paged_backend.plugins.victims import VICTIMS
-from paged_backend.request import Request
+from paged_backend.request.request import Request
 from paged_backend.sampling_params import SamplingParams
 
 

@@ -6,16 +6,16 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from paged_backend.block_manager import BlockManager
-from paged_backend.kv_cache import KVGroup
-from paged_backend.mask_rule import FULL
+from paged_backend.engine.scheduler import ScheduledStep, Scheduler
+from paged_backend.memory.block_manager import BlockManager
+from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.mask_rule import FULL
 from paged_backend.plugins.eviction import Lru
 from paged_backend.policies import EvictionPolicy, SchedulingPolicy
-from paged_backend.policy_errors import SlowAnswer
-from paged_backend.policy_guard import PolicyGuard
-from paged_backend.request import Request
+from paged_backend.policy.policy_errors import SlowAnswer
+from paged_backend.policy.policy_guard import PolicyGuard
+from paged_backend.request.request import Request
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.scheduler import ScheduledStep, Scheduler
 
 
 class ModelFree:

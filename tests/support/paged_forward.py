@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from paged_backend.batch import build_batch
-from paged_backend.kv_cache import KVCache, group_layers
-from paged_backend.model_runner import ModelRunner
-from paged_backend.twin import Twin
+from paged_backend.memory.kv_cache import KVCache, group_layers
+from paged_backend.model.batch import build_batch
+from paged_backend.model.runner import ModelRunner
+from paged_backend.model.twin import Twin
 
 
 def prefill_logits(twin: Twin, prompts: list[list[int]], block_size: int = 4) -> list[torch.Tensor]:

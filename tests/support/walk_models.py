@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.errors import UnsupportedModel
-from paged_backend.twin import Twin
+from paged_backend.model.twin import Twin
 
 README = Path(__file__).parents[2] / "integrations" / "README.md"
 BEGIN, END = "<!-- model walk: written by tests/support/walk_models.py -->", "<!-- end of the model walk -->"

@@ -1,0 +1,76 @@
+"""What ``generate`` returns when it is asked for more than the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from paged_backend.integrations.huggingface.call import refuse
+
+# transformers calls the field ``cache`` since 5.24, and ``past_key_values`` before.
+_CACHE_FIELD = next(
+    field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput) if field.name in ("cache", "past_key_values")
+)
+
+
+def refuse_outputs(config: GenerationConfig) -> None:
+    """Raise UnsupportedCall for outputs that the paged engine does not have."""
+    if config.return_dict_in_generate:
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(config, name):
+                raise refuse(name)
+
+
+def generate_output(
+    model: Any,
+    prompts: Tensor,
+    sequences: Tensor,
+    scores: tuple[Tensor, ...] | None,
+    logits: tuple[Tensor, ...] | None,
+    model_kwargs: dict[str, Any],
+) -> GenerateDecoderOnlyOutput:
+    """The dictionary that stock returns, its cache included.
+
+    prompts: [B, L]. sequences: [B, L + T]. scores, logits: T times [B, V] float32, or None. model_kwargs: what stock
+    prepared for its loop, an empty cache of the model's own kind among it.
+    """
+    cache = model_kwargs.get(_CACHE_FIELD)
+    if cache is not None:
+        _fill(cache, model, prompts, sequences, model_kwargs)
+    fields: dict[str, Any] = {"sequences": sequences, "scores": scores, "logits": logits, _CACHE_FIELD: cache}
+    return GenerateDecoderOnlyOutput(**fields)
+
+
+def _fill(cache: Any, model: Any, prompts: Tensor, sequences: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Put the keys and values of all tokens but the last, which stock has not fed either, into ``cache``.
+
+    The model itself computes them in two passes, so that stock code can go on from the cache in every respect: like
+    stock's, the prompts' pass sees nothing of what follows, which padding would otherwise take in.
+    """
+    fed = sequences[:, prompts.shape[1] : -1]
+    model._prefill(prompts, GenerationConfig(), dict(model_kwargs))
+    num_prompt_tokens = cache.get_seq_length()
+    if fed.shape[1] > 0:
+        # Stock takes as many off the left as the cache holds; told by the mask, and by the configuration without one.
+        input_ids = torch.nn.functional.pad(fed, (num_prompt_tokens, 0))
+        config = GenerationConfig()
+        config._mask_length = input_ids.shape[1]
+        model._prefill(input_ids, config, _grown(model_kwargs, fed.shape[1]))
+    assert cache.get_seq_length() == num_prompt_tokens + fed.shape[1]
+
+
+def _grown(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """What goes to the model besides the tokens, when ``count`` of them follow the prompts."""
+    grown = {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
+    mask, positions = grown.get("attention_mask"), grown.get("position_ids")
+    if mask is not None:
+        grown["attention_mask"] = torch.nn.functional.pad(mask, (0, count), value=1)
+    if positions is not None:
+        following = torch.arange(1, count + 1, device=positions.device)
+        grown["position_ids"] = torch.cat([positions, positions[..., -1:] + following], dim=-1)
+    return grown

@@ -1,0 +1,78 @@
+"""SamplingParams that do to each row exactly what stock's logits processors do, where such exist."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from paged_backend.integrations.huggingface.rows import Row
+
+# transformers' order, which is the order of the engine's own operations.
+_ORDER: tuple[type, ...] = (
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+)
+
+
+def sampling_fields(
+    processors: LogitsProcessorList, rows: Sequence[Row], *, do_sample: bool, stop_token_ids: Sequence[int]
+) -> list[dict[str, Any]] | None:
+    """For each row the fields of SamplingParams that equal the processors, or None if there are no such fields."""
+    # A subclass may do anything.
+    places = [_ORDER.index(type(processor)) if type(processor) in _ORDER else -1 for processor in processors]
+    if -1 in places or places != sorted(set(places)):
+        return None
+    all_fields = []
+    for row in rows:
+        fields: dict[str, Any] = {}
+        for processor in processors:
+            field = _field(processor, row, do_sample, stop_token_ids)
+            if field is None:
+                return None
+            name, value = field
+            fields[name] = max(value, fields.get(name, 0)) if name == "min_tokens" else value
+        all_fields.append(fields)
+    return all_fields
+
+
+def _field(processor: Any, row: Row, do_sample: bool, stop_token_ids: Sequence[int]) -> tuple[str, Any] | None:
+    match processor:
+        case logits_process.RepetitionPenaltyLogitsProcessor() if row.embeds is not None:
+            # The engine would take the stand-in for what was said.
+            return None
+        case logits_process.RepetitionPenaltyLogitsProcessor(penalty=penalty, prompt_ignore_length=ignored):
+            ignored = int(ignored[row.index]) if isinstance(ignored, Tensor) else ignored or 0
+            return ("repetition_penalty", penalty) if ignored == row.num_padding and 1e-5 <= penalty <= 1e5 else None
+        case logits_process.MinLengthLogitsProcessor(min_length=shortest, eos_token_id=eos):
+            return ("min_tokens", max(0, shortest - row.num_shown)) if _equal(eos, stop_token_ids) else None
+        case logits_process.MinNewTokensLengthLogitsProcessor(
+            prompt_length_to_skip=skipped, min_new_tokens=shortest, eos_token_id=eos
+        ):
+            return ("min_tokens", max(0, skipped + shortest - row.num_shown)) if _equal(eos, stop_token_ids) else None
+    # The rest would change nothing about the likeliest token, but greedy rows have no field for them.
+    if not do_sample or getattr(processor, "filter_value", -math.inf) != -math.inf:
+        return None
+    match processor:
+        case logits_process.TemperatureLogitsWarper(temperature=temperature):
+            return ("temperature", temperature) if 1e-5 <= temperature <= 1e5 else None
+        case logits_process.TopKLogitsWarper(top_k=top_k):
+            return "top_k", top_k
+        case logits_process.TopPLogitsWarper(top_p=top_p, min_tokens_to_keep=1):
+            return ("top_p", top_p) if top_p > 0 else None
+        case logits_process.MinPLogitsWarper(min_p=min_p, min_tokens_to_keep=1):
+            return "min_p", min_p
+    return None
+
+
+def _equal(eos_token_id: Tensor, stop_token_ids: Sequence[int]) -> bool:
+    return set(eos_token_id.reshape(-1).tolist()) == set(stop_token_ids)

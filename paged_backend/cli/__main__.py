@@ -1,0 +1,6 @@
+"""``python -m paged_backend.cli``: the command line."""
+
+from paged_backend.cli.app import run
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,148 @@
+"""The command line: ``paged-backend demo``, ``generate``, ``chat`` and ``plugins``."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.table import Column, Table
+except ImportError as error:
+    sys.exit(f"the command line needs the {error.name} package: pip install 'paged-backend[cli]'")
+
+import paged_backend
+from paged_backend.cli.chat import chat
+from paged_backend.cli.generate import generate
+from paged_backend.cli.options import Terminal, Threads, errors_in_words
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paged-backend {paged_backend.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run transformers models unchanged on a paged key-value cache with continuous batching."""
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="A model folder; by default SmolLM2-135M-Instruct, fetched once."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt, at most.")] = 128,
+    threads: Threads = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Your own prompts: a file with a JSON list of texts."),
+    ] = None,
+) -> None:
+    """Answer real prompts through the paged engine and through stock generate, and compare.
+
+    Prints some answers, then speed, time to finish and memory of both. Exits with 1 if any greedy token differs.
+    """
+    texts = _read_prompts(prompts) if prompts else None
+    console = Terminal()
+    # On a machine that does other work too, threads that spin while they wait take the time from those they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    with errors_in_words():
+        # torch and transformers take seconds to import, which --help need not wait for.
+        import torch
+        from transformers.utils import logging
+
+        from paged_backend import sample_model
+        from paged_backend.cli.demo import run_demo
+        from paged_backend.cli.prompts import PROMPTS
+        from paged_backend.model.pretrained import check_model_name
+
+        if model is not None:
+            check_model_name(str(model), {})
+        logging.disable_progress_bar()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if model is None and not sample_model.is_fetched():
+            with console.status(f"fetching {sample_model.NAME} (93 MB, once)"):
+                sample_model.fetch()
+        agree = run_demo(str(model or sample_model.fetch()), texts or PROMPTS, max_new_tokens, console)
+    raise typer.Exit(0 if agree else 1)
+
+
+app.command()(generate)
+app.command()(chat)
+
+
+@app.command()
+def plugins() -> None:
+    """List the policies that an engine can be given by name, each with the plugin and the distribution it came from."""
+    with errors_in_words():
+        from paged_backend.policy.plugin_manager import PluginManager
+
+        table = Table("kind", "name", Column("plugin", overflow="fold"), Column("distribution", overflow="fold"))
+        for plugin in PluginManager().describe():
+            for kind, names in plugin.names.items():
+                for name in names:
+                    table.add_row(kind, name, plugin.name, plugin.source)
+            if not any(plugin.names.values()):
+                table.add_row("no policy", ", ".join(plugin.hooks), plugin.name, plugin.source)
+        Terminal().print(table)
+
+
+def _read_prompts(path: Path) -> list[str]:
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{path} is not JSON: {error}", param_hint="--prompts") from error
+    except OSError as error:
+        raise typer.BadParameter(f"{error}", param_hint="--prompts") from error
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise typer.BadParameter(f"{path} must hold a JSON list of texts, none of them empty", param_hint="--prompts")
+    return texts
+
+
+def run() -> None:
+    """The command as a process of its own.
+
+    At its end the interpreter would look at every object of torch and transformers several times, which takes seconds
+    on a busy machine: after all else is done, the process leaves without.
+    """
+    codes: list[int] = []
+    # What is registered first is called last.
+    atexit.register(_leave, codes)
+    try:
+        app(prog_name="paged-backend")
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            codes.append(end.code)
+        raise
+
+
+def _leave(codes: list[int]) -> None:
+    for code in codes:
+        for stream in (sys.stdout, sys.stderr):
+            # None is a stream that was closed before the process began.
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,1 @@
+"""What a step is made of, and the Engine that wires it."""

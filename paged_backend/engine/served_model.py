@@ -1,0 +1,227 @@
+"""ServedModel: the twin of a model, proven right, with the block size and the length that go with it, and its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from paged_backend.config import EngineConfig, check_block_size
+from paged_backend.engine.executor import Executor
+from paged_backend.errors import ConfigError, ContextOverflow, UnsupportedModel
+from paged_backend.memory.block_manager import BlockManager
+from paged_backend.memory.cache_sizing import MAX_BLOCKS, blocks_for_config, blocks_for_lengths
+from paged_backend.memory.kv_cache import KVCache, group_layers
+from paged_backend.model.attention import add_backend, check_backend, check_backend_runs
+from paged_backend.model.decode_timing import decode_seconds
+from paged_backend.model.proof import prove
+from paged_backend.model.runner import ModelRunner
+from paged_backend.model.twin import Twin
+from paged_backend.policies import EvictionPolicy, ModelShape
+from paged_backend.policy.plugin_manager import PluginManager
+from paged_backend.policy.policy_errors import FAILED, PolicyErrors, call
+from paged_backend.request.request import Request
+from paged_backend.swaps.swaps import Swaps, swap_modules
+
+# What a model without a stated length is taken to run at most, when its cache is sized.
+DEFAULT_LENGTH = 2048
+# An idle elastic engine whose cache is this many times too large gives the rest back.
+SHRINK_FACTOR = 4
+
+
+class ServedModel:
+    """All of an engine that depends on the model; when the model changes, the engine makes another one.
+
+    elastic: the cache grows with the requests that come, from nothing, instead of having a budget.
+    max_model_len: most tokens of a request, None without a limit.
+
+    Raises UnsupportedModel when the model cannot be proven right, ConfigError for options that do not go with it.
+    """
+
+    blocks: BlockManager
+    runner: ModelRunner
+    executor: Executor
+
+    def __init__(
+        self, model: Any, config: EngineConfig, plugins: PluginManager, policy_errors: PolicyErrors, *, elastic: bool
+    ) -> None:
+        self.config = config
+        self.elastic = elastic
+        self._policy_errors = policy_errors
+        functions = plugins.attention_backend(config.attention_backend)
+        if functions is not None:
+            add_backend(config.attention_backend, functions)
+        check_backend(config.attention_backend)
+        self.twin = Twin(model)
+        self._devices = list(dict.fromkeys([self.twin.device, *(layer.device for layer in self.twin.layers)]))
+        check_backend_runs(config.attention_backend, self._devices)
+        self.swaps = self._swap(model)
+        self.max_model_len = self._length_limit()
+        self.groups = group_layers(self.twin.layers, config.kv_torch_dtype)
+        self.block_size = self._choose_block_size(plugins)
+        self._make_eviction: Callable[[], EvictionPolicy] = plugins.eviction_factory(
+            config.eviction, config.eviction_options
+        )
+
+    def make_cache(self, num_blocks: Sequence[int] | None = None) -> None:
+        """The cache, its books and what runs on it, all empty; ``num_blocks`` are those of an elastic cache before."""
+        config, groups = self.config, self.groups
+        if not self.elastic:
+            num_blocks = blocks_for_config(
+                config, groups, self.block_size, self.max_model_len or DEFAULT_LENGTH, self._devices
+            )
+        elif num_blocks is None or len(num_blocks) != len(groups):
+            num_blocks = [0] * len(groups)
+        self.blocks = BlockManager(
+            groups,
+            num_blocks,
+            self.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            [self._make_eviction() for _ in groups],
+            self._policy_errors,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        try:
+            cache = self._cache_of(num_blocks)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"keys and values find no memory for {self._bytes_of(num_blocks):,} bytes; give a smaller "
+                f"kv_cache_memory than {config.kv_cache_memory!r}: {error}"
+            ) from error
+        self.runner = ModelRunner(self.twin, cache, config.attention_backend)
+        # One pass reads the weights once, which is what a step costs on a CPU; a GPU prefers uniform batches.
+        shared = config.batching == "shared" or (config.batching == "auto" and self.twin.device.type == "cpu")
+        self.executor = Executor(self.runner, self.blocks, shared=shared)
+
+    def drop_cache(self) -> list[int]:
+        """Free the cache, without which no request can run; returns the blocks that it had per group."""
+        self.runner.use_cache(self._cache_of([0] * len(self.groups)))
+        return self.num_blocks
+
+    def _cache_of(self, num_blocks: Sequence[int]) -> KVCache:
+        return KVCache(self.twin.layers, self.groups, num_blocks, self.block_size, self.config.kv_torch_dtype)
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """Blocks of each KV group."""
+        return [pool.num_blocks for pool in self.blocks.pools]
+
+    def _swap(self, model: Any) -> Swaps:
+        """Swap modules of the twin, and prove it right."""
+        config, backend = self.config, self.config.attention_backend
+        if config.quantize:
+            # Rounded weights give other logits, so everything else is proven before.
+            prove(model, self.twin, backend)
+        swaps = swap_modules(
+            self.twin,
+            optimize=config.optimize,
+            quantize=config.quantize,
+            backend=backend,
+            kv_dtype=config.kv_torch_dtype,
+        )
+        if config.quantize:
+            if not swaps.packed_bytes:
+                raise ConfigError(f"quantize={config.quantize!r} cannot be had here: {swaps.refused}")
+            return swaps
+        try:
+            prove(model, self.twin, backend)
+        except UnsupportedModel as reason:
+            if not swaps.made:
+                raise
+            swaps.undo(str(reason))
+            prove(model, self.twin, backend)
+        return swaps
+
+    def _length_limit(self) -> int | None:
+        hard, asked = self.twin.max_positions, self.config.max_model_len
+        if asked is not None and hard is not None and asked > hard:
+            raise ConfigError(f"max_model_len={asked} is beyond the {hard} positions that the model has; lower it")
+        if asked is not None:
+            return asked
+        limits = [hard] if self.elastic else [hard, self.twin.advertised_positions]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _choose_block_size(self, plugins: PluginManager) -> int:
+        rule = plugins.block_size_rule(self.config.block_size)
+        if isinstance(rule, int):
+            return rule
+        layer = self.twin.layers[0]
+        shape = ModelShape(
+            num_layers=len(self.twin.layers),
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            dtype=layer.dtype,
+            decode_seconds=partial(decode_seconds, layer, self.config.kv_torch_dtype, self.config.attention_backend),
+            max_positions=self.max_model_len,
+        )
+        device = self.twin.device
+        answer = call(self._policy_errors, rule, "block_size", lambda: rule(shape, device), may_take_long=True)
+        if answer is FAILED:
+            return EngineConfig.block_size
+        try:
+            return check_block_size(answer, source="the answer")
+        except ConfigError as error:
+            self._policy_errors(rule, "block_size", f"{error}")
+            return EngineConfig.block_size
+
+    # Room
+
+    def runs_at_once(self, lengths: Sequence[int]) -> bool:
+        """Whether requests of these lengths (prompt and output) can all run at the same time, if nothing else does."""
+        if len(lengths) > self.config.max_num_seqs:
+            return False
+        need, have = self._blocks_for(lengths), self.num_blocks
+        return self.elastic or all(n <= h for n, h in zip(need, have, strict=True))
+
+    def fit(self, lengths: Sequence[int], *, is_idle: bool) -> None:
+        """Size an elastic cache so that requests of these lengths run at once; an idle one may shrink."""
+        if not self.elastic:
+            return
+        need = self._blocks_for(sorted(lengths, reverse=True)[: self.config.max_num_seqs])
+        have = self.num_blocks
+        if any(n > h for n, h in zip(need, have, strict=True)):
+            self._resize([max(n, h) for n, h in zip(need, have, strict=True)])
+        elif is_idle and all(n * SHRINK_FACTOR < h for n, h in zip(need, have, strict=True)):
+            self.blocks.reset()
+            self._resize(need)
+
+    def make_room(self, request: Request, unfinished: Iterable[Request]) -> None:
+        """Let an elastic cache grow, by half at least, until ``request`` and its forks can run beside ``unfinished``.
+
+        Raises ContextOverflow when it cannot grow so far.
+        """
+        if not self.elastic:
+            return
+        others = [sample.max_num_tokens for sample in unfinished]
+        lengths = [request.max_num_tokens] * request.num_seats
+        if len(others) < self.config.max_num_seqs:
+            lengths += others
+        elif self.blocks.shortage(request.max_num_tokens) is None:
+            return
+        need, have = self._blocks_for(lengths), self.num_blocks
+        if any(n > h for n, h in zip(need, have, strict=True)):
+            self._resize([max(n, min(h * 3 // 2, MAX_BLOCKS)) for n, h in zip(need, have, strict=True)])
+
+    def _blocks_for(self, lengths: Sequence[int]) -> list[int]:
+        return blocks_for_lengths(self.groups, self.block_size, self.config.max_num_batched_tokens, lengths)
+
+    def _bytes_of(self, num_blocks: Sequence[int]) -> int:
+        sizes = (group.bytes_per_token * self.block_size for group in self.groups)
+        return sum(count * size for count, size in zip(num_blocks, sizes, strict=True))
+
+    def _resize(self, num_blocks: Sequence[int]) -> None:
+        try:
+            if max(num_blocks) > MAX_BLOCKS:
+                raise MemoryError(f"{max(num_blocks):,} blocks, and at most {MAX_BLOCKS:,} can be managed")
+            cache = self.runner.kv_cache.resized(num_blocks, self.blocks.blocks_in_use())
+        except (RuntimeError, MemoryError) as error:
+            raise ContextOverflow(
+                f"keys and values of all requests would need {self._bytes_of(num_blocks):,} bytes at once, which "
+                "cannot be had; lower max_tokens (max_new_tokens in generate), or set kv_cache_memory, with which "
+                f"requests that find no room wait: {error}"
+            ) from error
+        self.runner.use_cache(cache)
+        self.blocks.resize(num_blocks)

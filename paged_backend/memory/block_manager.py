@@ -1,0 +1,457 @@
+"""BlockManager: every request's block tables over the KV groups, prefix reuse, and copy on write."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paged_backend.errors import IntegrityError, RequestRefused
+from paged_backend.memory.block_pool import BlockPool
+from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
+from paged_backend.policies import EvictionPolicy
+from paged_backend.policy.policy_errors import ErrorHandler
+from paged_backend.request.request import Request
+
+# Slots reserved beyond the step's own, so that a block is at hand before the token that needs it.
+LOOKAHEAD_TOKENS = 2
+# A block table's entry for a block that the group's mask rule no longer sees, or that is not there yet.
+NO_BLOCK = -1
+# Pinned prefixes may keep this share of a group's blocks, so that there is always room to work.
+MAX_PINNED_SHARE = 0.5
+
+# A pinned prefix: its cache salt, and the tokens of its full blocks.
+Prefix = tuple[str | None, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The cached beginning of a request: ``num_tokens`` tokens, and per group the blocks to share, NO_BLOCK where
+    the group's mask rule sees nothing of them any more."""
+
+    num_tokens: int
+    nodes: tuple[PrefixNode, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
+class BlockTable:
+    """A request's blocks in each group, in order of position.
+
+    capacity: tokens that can be written without asking for blocks. first: per group, the index of the first block
+    still held. node: the deepest registered prefix, None once the request must not register any more.
+    """
+
+    __slots__ = ("blocks", "capacity", "first", "node", "seat")
+
+    def __init__(self, seat: int, num_groups: int, node: PrefixNode | None) -> None:
+        self.seat = seat
+        self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
+        self.first = [0] * num_groups
+        self.capacity = 0
+        self.node = node
+
+
+class BlockManager:
+    """Gives blocks to requests on demand and takes them back. Knows tokens and blocks, not tensors.
+
+    ``copies[g]`` collects the ``(source, target)`` blocks of group g that must be copied before the step's forward
+    pass; the engine drains it.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        max_num_seqs: int,
+        max_chunk: int,
+        evictions: Sequence[EvictionPolicy],
+        on_policy_error: ErrorHandler,
+        *,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.max_chunk = max_chunk
+        self.enable_prefix_caching = enable_prefix_caching
+        self.tree = PrefixTree(len(groups), block_size)
+        self.pools = [
+            BlockPool(g, count, self.tree, policy, on_policy_error, needs_ancestors=group.rule.kind == "full")
+            for g, (group, count, policy) in enumerate(zip(groups, num_blocks, evictions, strict=True))
+        ]
+        self.copies: list[list[tuple[int, int]]] = [[] for _ in groups]
+        self._tables: dict[Request, BlockTable] = {}
+        self._pinned: set[Prefix] = set()
+        self._free_seats = list(range(max_num_seqs - 1, -1, -1))
+        self._rows = [np.full((max_num_seqs, 8), NO_BLOCK, np.int32) for _ in groups]
+
+    # Questions
+
+    @property
+    def num_free_seats(self) -> int:
+        return len(self._free_seats)
+
+    def holds(self, request: Request) -> bool:
+        return request in self._tables
+
+    def num_held(self, request: Request) -> int:
+        """Blocks over all groups that ``request`` holds."""
+        table = self._tables[request]
+        return sum(len(blocks) - first for blocks, first in zip(table.blocks, table.first, strict=True))
+
+    def shortage(self, num_tokens: int) -> str | None:
+        """Why a sequence of ``num_tokens`` can never fit even alone, with the numbers; None when it can."""
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            need = group.blocks_for(num_tokens, self.block_size, self.max_chunk)
+            if need > pool.num_blocks - pool.num_pinned:
+                pinned = f", {pool.num_pinned} of them pinned (see unpin_prefix)" if pool.num_pinned else ""
+                return (
+                    f"{num_tokens} tokens need {need} blocks of {self.block_size} tokens in the {group.rule} attention "
+                    f"group, which has {pool.num_blocks}{pinned}"
+                )
+        return None
+
+    def _caches(self, request: Request) -> bool:
+        # The tokens of a prompt that is fed as embeddings do not tell its keys and values.
+        return self.enable_prefix_caching and request.prompt_embeds is None
+
+    def match_prefix(self, request: Request) -> PrefixMatch:
+        """The longest cached beginning of the request's tokens that every group can still serve.
+
+        At least one token stays to be computed, since its logits are wanted.
+        """
+        none = PrefixMatch(0, (), tuple(() for _ in self.groups))
+        if not self._caches(request):
+            return none
+        nodes = self.tree.match(request.token_ids, request.cache_salt, (request.num_tokens - 1) // self.block_size)
+        length = len(nodes)
+        while length:
+            # Each group may shorten the match, after which the others must agree again.
+            agreed = min(self._servable(nodes, length, g) for g in range(len(self.groups)))
+            if agreed == length:
+                break
+            length = agreed
+        if not length:
+            return none
+        blocks = []
+        for g, group in enumerate(self.groups):
+            first = group.rule.first_visible(length * self.block_size) // self.block_size
+            blocks.append(
+                tuple(self._block(node, g) if i >= first else NO_BLOCK for i, node in enumerate(nodes[:length]))
+            )
+        return PrefixMatch(length * self.block_size, tuple(nodes[:length]), tuple(blocks))
+
+    def _servable(self, nodes: Sequence[PrefixNode], length: int, g: int) -> int:
+        """The longest match up to ``length`` blocks whose visible part group g still holds."""
+        rule, size = self.groups[g].rule, self.block_size
+        while length:
+            first = rule.first_visible(length * size) // size
+            missing = next((i for i in reversed(range(first, length)) if nodes[i].blocks[g] is None), None)
+            if missing is None:
+                return length
+            # Every shorter match that reaches past the missing block sees it too.
+            length = missing
+        return 0
+
+    @staticmethod
+    def _block(node: PrefixNode, g: int) -> int:
+        block = node.blocks[g]
+        assert block is not None
+        return block
+
+    def can_admit(self, request: Request, match: PrefixMatch, promised: Sequence[int], headroom: int) -> bool:
+        """Whether the whole of ``request`` so far fits beside what is ``promised`` per group to other prefills,
+        leaving up to ``headroom`` blocks, at most an eighth of the pool, for those that decode."""
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            need = group.blocks_for(request.num_tokens, self.block_size, self.max_chunk)
+            shared = [block for block in match.blocks[g] if block != NO_BLOCK]
+            already_taken = sum(not pool.is_available(block) for block in shared)
+            spare = min(headroom, pool.num_blocks // 8)
+            if pool.num_available - promised[g] < max(need, len(shared)) - already_taken + spare:
+                return False
+        return True
+
+    def still_needed(self, request: Request) -> list[int]:
+        """Per group, the blocks a half-prefilled request has yet to take."""
+        table = self._tables[request]
+        return [
+            max(0, group.blocks_for(request.num_tokens, self.block_size, self.max_chunk) - (len(blocks) - first))
+            for group, blocks, first in zip(self.groups, table.blocks, table.first, strict=True)
+        ]
+
+    def freed_by(self, requests: Sequence[Request]) -> list[int]:
+        """Per group, how many more blocks would be available if ``requests`` gave back theirs."""
+        freed = []
+        for g, pool in enumerate(self.pools):
+            tables = (self._tables[request] for request in requests)
+            freed.append(pool.num_freed_by(Counter(b for table in tables for b in table.blocks[g][table.first[g] :])))
+        return freed
+
+    # Pinning
+
+    def pin(self, token_ids: Sequence[int], salt: str | None) -> int:
+        """Keep the full blocks of this prefix once they are computed, whoever else wants them; returns their tokens.
+
+        Raises RequestRefused when the prefix fills no block, or pins would take more than half of a group's blocks.
+        """
+        length = len(token_ids) // self.block_size
+        prefix = (salt, tuple(token_ids[: length * self.block_size]))
+        if not length:
+            raise RequestRefused(f"a prefix of {len(token_ids)} tokens fills no block of {self.block_size}")
+        if prefix not in self._pinned:
+            path = self._path(prefix)
+            for g, (pool, nodes) in enumerate(zip(self.pools, self._seen_at_end(path), strict=True)):
+                count, most = pool.num_pinned_with(nodes), int(pool.num_blocks * MAX_PINNED_SHARE)
+                if count > most:
+                    self.tree.prune(path[-1])
+                    raise RequestRefused(
+                        f"{count} blocks would be pinned in the {self.groups[g].rule} attention group; at most {most} "
+                        f"of its {pool.num_blocks} may be: unpin another prefix or raise kv_cache_memory"
+                    )
+            self._pinned.add(prefix)
+            self._pin(prefix)
+        return length * self.block_size
+
+    def unpin(self, token_ids: Sequence[int], salt: str | None) -> bool:
+        """Take back the ``pin`` of this prefix; False if there is none."""
+        prefix = (salt, tuple(token_ids[: len(token_ids) // self.block_size * self.block_size]))
+        if prefix not in self._pinned:
+            return False
+        self._pinned.remove(prefix)
+        path = self._path(prefix)
+        for pool, nodes in zip(self.pools, self._seen_at_end(path), strict=True):
+            pool.unpin(reversed(nodes))
+        self.tree.prune(path[-1])
+        return True
+
+    def _pin(self, prefix: Prefix) -> None:
+        for pool, nodes in zip(self.pools, self._seen_at_end(self._path(prefix)), strict=True):
+            pool.pin(nodes)
+
+    def _path(self, prefix: Prefix) -> list[PrefixNode]:
+        salt, tokens = prefix
+        size, node, path = self.block_size, self.tree.root(salt), []
+        for start in range(0, len(tokens), size):
+            node = self.tree.child(node, tokens[start : start + size])
+            path.append(node)
+        return path
+
+    def _seen_at_end(self, path: Sequence[PrefixNode]) -> list[Sequence[PrefixNode]]:
+        """Per group, the nodes of a prefix that its mask rule still sees at the prefix's end."""
+        size = self.block_size
+        return [path[group.rule.first_visible(len(path) * size) // size :] for group in self.groups]
+
+    # Taking and giving back
+
+    def admit(self, request: Request, match: PrefixMatch) -> None:
+        """Give ``request`` a seat and the blocks of its cached beginning."""
+        node = match.nodes[-1] if match.nodes else self.tree.root(request.cache_salt)
+        table = BlockTable(self._free_seats.pop(), len(self.groups), node if self._caches(request) else None)
+        self._tables[request] = table
+        request.seat = table.seat
+        for node in match.nodes:
+            node.hits += 1
+        for g, blocks in enumerate(match.blocks):
+            for block in blocks:
+                if block == NO_BLOCK:
+                    table.first[g] += 1
+                else:
+                    self.pools[g].share(block)
+                self._append(table, g, block)
+        table.capacity = match.num_tokens
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Make the slots of the first ``num_tokens`` tokens writable from ``request.num_computed_tokens`` on.
+
+        Gives back blocks that the mask rules no longer see, takes new ones, and copies a shared block that is about to
+        be written. False, with nothing taken, when a group has too few blocks.
+        """
+        table = self._tables[request]
+        if num_tokens <= table.capacity:
+            return True
+        self._release_unseen(request, table)
+        wanted = min(num_tokens + LOOKAHEAD_TOKENS, request.max_num_tokens)
+        return self._extend(request, table, max(wanted, num_tokens)) or self._extend(request, table, num_tokens)
+
+    def _extend(self, request: Request, table: BlockTable, num_tokens: int) -> bool:
+        target = -(-num_tokens // self.block_size)
+        written = request.num_computed_tokens // self.block_size
+        plans = []
+        for pool, blocks in zip(self.pools, table.blocks, strict=True):
+            copy = written < len(blocks) and blocks[written] != NO_BLOCK and pool.is_shared(blocks[written])
+            new = max(0, target - len(blocks))
+            if new + copy > pool.num_available:
+                return False
+            plans.append((new, copy))
+        for g, (new, copy) in enumerate(plans):
+            pool = self.pools[g]
+            if copy:
+                source, block = table.blocks[g][written], pool.allocate()
+                pool.release(source, 0.0)
+                self.copies[g].append((source, block))
+                table.blocks[g][written] = block
+                self._rows[g][table.seat, written] = block
+            for _ in range(new):
+                self._append(table, g, pool.allocate())
+        table.capacity = min(len(blocks) for blocks in table.blocks) * self.block_size
+        return True
+
+    def _release_unseen(self, request: Request, table: BlockTable) -> None:
+        now = request.last_scheduled_time or 0.0
+        for g, group in enumerate(self.groups):
+            if group.rule.kind == "full":
+                continue
+            seen = group.rule.first_visible(request.num_computed_tokens) // self.block_size
+            blocks = table.blocks[g]
+            for index in range(table.first[g], min(seen, len(blocks))):
+                self.pools[g].release(blocks[index], now, request.priority)
+                blocks[index] = NO_BLOCK
+                self._rows[g][table.seat, index] = NO_BLOCK
+                table.first[g] = index + 1
+
+    def register(self, request: Request) -> None:
+        """Make the request's full, computed blocks findable for later requests with the same beginning."""
+        table = self._tables[request]
+        node = table.node
+        if node is None:
+            return
+        size, full = self.block_size, request.num_computed_tokens // self.block_size
+        if node.depth >= full:
+            return
+        if node.depth and node.parent is None:
+            # The node was dropped with the last block of another request; walk the tree anew.
+            node = self.tree.root(request.cache_salt)
+        while node.depth < full:
+            index = node.depth
+            node = self.tree.child(node, tuple(request.token_ids[index * size : (index + 1) * size]))
+            for g, pool in enumerate(self.pools):
+                block = table.blocks[g][index]
+                if block == NO_BLOCK:
+                    continue
+                known = pool.register(block, node)
+                if known != block:
+                    # Two requests computed the same block; one copy is enough.
+                    pool.share(known)
+                    pool.release(block, request.last_scheduled_time or 0.0)
+                    table.blocks[g][index] = known
+                    self._rows[g][table.seat, index] = known
+        table.node = node
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """``child`` takes a seat and shares all of ``parent``'s blocks, the partly filled last one too."""
+        source = self._tables[parent]
+        table = BlockTable(self._free_seats.pop(), len(self.groups), source.node)
+        self._tables[child] = table
+        child.seat = table.seat
+        child.num_computed_tokens = parent.num_computed_tokens
+        for g, blocks in enumerate(source.blocks):
+            # Blocks reserved ahead of the written tokens stay the parent's alone.
+            used = -(-parent.num_computed_tokens // self.block_size)
+            table.first[g] = source.first[g]
+            for block in blocks[:used]:
+                if block != NO_BLOCK:
+                    self.pools[g].share(block)
+                self._append(table, g, block)
+        # The next write by either of them must look at the shared block first.
+        source.capacity = table.capacity = parent.num_computed_tokens // self.block_size * self.block_size
+
+    def free(self, request: Request, now: float) -> None:
+        """Give back everything, tail first, so that what stays cached loses its end before its beginning."""
+        table = self._tables.pop(request)
+        for g, blocks in enumerate(table.blocks):
+            if self.copies[g]:
+                # A copy into a block that is given back must not land on its next owner.
+                self.copies[g] = [pair for pair in self.copies[g] if pair[1] not in blocks]
+            for block in reversed(blocks[table.first[g] :]):
+                self.pools[g].release(block, now, request.priority)
+            self._rows[g][table.seat, : len(blocks)] = NO_BLOCK
+        self._free_seats.append(table.seat)
+        request.seat = None
+
+    def flush(self) -> None:
+        """Forget every cached prefix, as when the weights change; running requests register nothing more."""
+        for pool in self.pools:
+            pool.flush()
+        self.tree.clear()
+        for table in self._tables.values():
+            table.node = None
+        for prefix in self._pinned:
+            self._pin(prefix)
+
+    def reset(self) -> None:
+        """Every block free, every seat empty, nothing cached."""
+        for request in self._tables:
+            request.seat = None
+        self._tables.clear()
+        self._free_seats = list(range(len(self._rows[0]) - 1, -1, -1))
+        self.tree.clear()
+        for g, pool in enumerate(self.pools):
+            pool.reset()
+            self.copies[g] = []
+            self._rows[g].fill(NO_BLOCK)
+        for prefix in self._pinned:
+            self._pin(prefix)
+
+    def resize(self, num_blocks: Sequence[int]) -> None:
+        """Change the pools' sizes; block ids in use stay what they are. Only empty pools shrink."""
+        for pool, count in zip(self.pools, num_blocks, strict=True):
+            pool.resize(count)
+
+    def blocks_in_use(self) -> list[list[int]]:
+        """Per group, the blocks whose contents matter."""
+        return [pool.blocks_in_use() for pool in self.pools]
+
+    # Tables for the batch
+
+    def tables(self, requests: Sequence[Request]) -> list[np.ndarray]:
+        """Per group, the int32 block tables ``[len(requests), width]`` of ``requests``."""
+        seats = np.fromiter((request.seat for request in requests), np.int64, len(requests))
+        return [rows[seats] for rows in self._rows]
+
+    def _append(self, table: BlockTable, g: int, block: int) -> None:
+        index = len(table.blocks[g])
+        rows = self._rows[g]
+        if index == rows.shape[1]:
+            rows = self._rows[g] = np.concatenate([rows, np.full_like(rows, NO_BLOCK)], axis=1)
+        rows[table.seat, index] = block
+        table.blocks[g].append(block)
+
+    # Books
+
+    def num_unfilled_slots(self, g: int) -> int:
+        """Slots of group g that requests hold but no token fills yet; a block shared by forks counts once."""
+        unfilled: dict[int, int] = {}
+        for request, table in self._tables.items():
+            index, used = divmod(request.num_computed_tokens, self.block_size)
+            for i, block in enumerate(table.blocks[g][index:]):
+                empty = self.block_size - (used if i == 0 else 0)
+                unfilled[block] = min(unfilled.get(block, empty), empty)
+        return sum(unfilled.values())
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the books agree: blocks, references, tables, seats, and one writer per slot."""
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            owners: Counter[int] = Counter()
+            for request, table in self._tables.items():
+                blocks, first = table.blocks[g], table.first[g]
+                held = blocks[first:]
+                if NO_BLOCK in held or any(block != NO_BLOCK for block in blocks[:first]):
+                    raise IntegrityError(f"{request!r} holds {blocks} with first={first} in KV group {g}")
+                if first > group.rule.first_visible(request.num_computed_tokens) // self.block_size:
+                    raise IntegrityError(f"{request!r} gave back blocks it still sees in KV group {g}")
+                if list(self._rows[g][table.seat, : len(blocks)]) != blocks:
+                    raise IntegrityError(f"{request!r}: the batch's table differs in KV group {g}")
+                if len(blocks) * self.block_size < max(request.num_computed_tokens, table.capacity):
+                    raise IntegrityError(f"{request!r} has computed or may write more than its blocks hold")
+                writable = held[max(0, request.num_computed_tokens // self.block_size - first) :]
+                shared = [block for block in writable if pool.is_shared(block)]
+                if shared and table.capacity > request.num_computed_tokens:
+                    raise IntegrityError(f"{request!r} may write block {shared[0]}, which another request holds too")
+                owners.update(held)
+            pool.check_integrity(owners)
+        seats = [table.seat for table in self._tables.values()] + self._free_seats
+        if sorted(seats) != list(range(len(seats))):
+            raise IntegrityError("a seat is lost or taken twice")

@@ -1,0 +1,259 @@
+"""BlockPool: one KV group's blocks, each free, owned by requests, or cached for reuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NoReturn
+
+from paged_backend.errors import IntegrityError
+from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
+from paged_backend.policies import CachedBlock, EvictionPolicy
+from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask, describe
+
+
+class BlockPool:
+    """Counts references and finds blocks: a free one first, else the cached one that the eviction policy names.
+
+    On offer to the policy are the cached blocks that may go: nobody uses them, they are not pinned, and with
+    ``needs_ancestors`` no block is reached through them. The policy is advice: any other answer is reported, and the
+    block that is on offer longest goes instead.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        num_blocks: int,
+        tree: PrefixTree,
+        policy: EvictionPolicy,
+        on_policy_error: ErrorHandler,
+        *,
+        needs_ancestors: bool,
+    ) -> None:
+        self.group = group
+        self.num_blocks = num_blocks
+        self.tree = tree
+        self.policy = policy
+        self.needs_ancestors = needs_ancestors
+        self._on_policy_error = on_policy_error
+        # Blocks that nobody uses but that hold a reusable prefix.
+        self._cached: dict[int, CachedBlock] = {}
+        # Those of them that may be dropped, longest on offer first.
+        self._offered: dict[int, CachedBlock] = {}
+        # Nodes whose block stays, with how often each is pinned; and how many of them nobody uses at present.
+        self._pins: Counter[PrefixNode] = Counter()
+        self._num_idle_pinned = 0
+        self.num_evictions = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block free, nothing cached or pinned, whatever state the pool was in."""
+        for block in list(self._cached):
+            self._uncache(block)
+        self._pins.clear()
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._ref_counts = [0] * self.num_blocks
+        self._nodes: list[PrefixNode | None] = [None] * self.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody uses but that hold a reusable prefix."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that a request could get now."""
+        return len(self._free) + len(self._cached) - self._num_idle_pinned
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that stay for a prefix, whether it is computed yet or not."""
+        return len(self._pins)
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def is_shared(self, block: int) -> bool:
+        return self._ref_counts[block] > 1
+
+    def is_available(self, block: int) -> bool:
+        """Whether the block counts in ``num_available``, so that taking it leaves one less."""
+        return self._ref_counts[block] == 0 and not self._is_pinned(block)
+
+    def num_freed_by(self, blocks: Counter[int]) -> int:
+        """How many more would be available if each of ``blocks`` lost this many users."""
+        return sum(count == self._ref_counts[block] and not self._is_pinned(block) for block, count in blocks.items())
+
+    def allocate(self) -> int:
+        """An unowned block, now owned once; the caller checked ``num_available``."""
+        block = self._free.pop() if self._free else self._evict()
+        self._ref_counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more request uses ``block``."""
+        if self._ref_counts[block] == 0:
+            self._uncache(block)
+        self._ref_counts[block] += 1
+
+    def release(self, block: int, now: float, priority: int = 0) -> None:
+        """One request less uses ``block``; the last one leaves it cached if it holds a known prefix, else free."""
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block]:
+            return
+        node = self._nodes[block]
+        if node is None:
+            self._free.append(block)
+            return
+        self._cached[block] = CachedBlock(block, node.depth - 1, node.hits, node.created, now, priority)
+        self._num_idle_pinned += node in self._pins
+        self._offer(block)
+
+    def register(self, block: int, node: PrefixNode) -> int:
+        """Let ``block`` hold ``node``'s tokens; returns the block that does, an earlier one if there is one.
+
+        The caller that gets another block back shares that one instead, so that whoever owns a block of a prefix owns
+        what the prefix is reached through.
+        """
+        held = node.blocks[self.group]
+        if held is not None:
+            return held
+        if self._nodes[block] is None:
+            self.tree.hold(node, self.group, block)
+            self._nodes[block] = node
+        return block
+
+    def flush(self) -> None:
+        """Forget every prefix and pin: cached blocks become free, owned ones stay but are no longer found."""
+        for block in list(self._cached):
+            self._uncache(block)
+            self._free.append(block)
+        self._pins.clear()
+        self._nodes = [None] * self.num_blocks
+
+    def resize(self, num_blocks: int) -> None:
+        """Add free blocks at the end of the pool; an empty pool may shrink too."""
+        more = num_blocks - self.num_blocks
+        if more < 0:
+            assert self.num_free == self.num_blocks
+            self.num_blocks = num_blocks
+            self.reset()
+            return
+        self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
+        self._ref_counts.extend([0] * more)
+        self._nodes.extend([None] * more)
+        self.num_blocks = num_blocks
+
+    def blocks_in_use(self) -> list[int]:
+        """The blocks whose contents matter: owned or cached."""
+        return sorted(set(range(self.num_blocks)) - set(self._free))
+
+    def pin(self, nodes: Iterable[PrefixNode]) -> None:
+        """Keep the blocks of ``nodes``, also those that are computed later."""
+        for node in nodes:
+            self._pins[node] += 1
+            node.num_pins += 1
+            block = node.blocks[self.group]
+            if self._pins[node] == 1 and block is not None and block in self._cached:
+                self._num_idle_pinned += 1
+                self._withdraw(block)
+
+    def unpin(self, nodes: Iterable[PrefixNode]) -> None:
+        """Take back one ``pin`` of each node, end of the prefix first."""
+        for node in nodes:
+            self._pins[node] -= 1
+            node.num_pins -= 1
+            if self._pins[node]:
+                continue
+            del self._pins[node]
+            block = node.blocks[self.group]
+            if block is not None and block in self._cached:
+                self._num_idle_pinned -= 1
+                self._offer(block)
+
+    def num_pinned_with(self, nodes: Iterable[PrefixNode]) -> int:
+        """What ``num_pinned`` would be with ``nodes`` pinned too."""
+        return len(self._pins.keys() | set(nodes))
+
+    def _is_pinned(self, block: int) -> bool:
+        return self._nodes[block] in self._pins
+
+    def _evict(self) -> int:
+        answer = ask(self._on_policy_error, self.policy, "evict")
+        known = type(answer) is int and answer in self._offered
+        if not known and answer is not FAILED:
+            self._on_policy_error(self.policy, "evict", f"returned {describe(answer)}, which is no block on offer")
+        block: int = answer if known else next(iter(self._offered))
+        self._uncache(block)
+        node = self._nodes[block]
+        assert node is not None
+        parent = node.parent
+        self._nodes[block] = None
+        self.tree.forget(node, self.group)
+        self.num_evictions += 1
+        above = None if parent is None else parent.blocks[self.group]
+        if above is not None:
+            self._offer(above)
+        return block
+
+    def _may_go(self, block: int) -> bool:
+        node = self._nodes[block]
+        assert node is not None
+        return node not in self._pins and not (self.needs_ancestors and node.held_children[self.group])
+
+    def _offer(self, block: int) -> None:
+        """Tell the policy of a block, if it is a cached one that may go."""
+        if block in self._cached and block not in self._offered and self._may_go(block):
+            self._offered[block] = self._cached[block]
+            ask(self._on_policy_error, self.policy, "add", self._cached[block])
+
+    def _withdraw(self, block: int) -> None:
+        entry = self._offered.pop(block, None)
+        if entry is not None:
+            ask(self._on_policy_error, self.policy, "remove", entry)
+
+    def _uncache(self, block: int) -> None:
+        self._withdraw(block)
+        self._num_idle_pinned -= self._is_pinned(block)
+        del self._cached[block]
+
+    def check_integrity(self, owners: dict[int, int]) -> None:
+        """Raise IntegrityError unless every block is exactly one of free, cached or owned, with the right counts.
+
+        ``owners`` maps each block in some request's table to how many tables hold it.
+        """
+
+        def fail(message: str) -> NoReturn:
+            raise IntegrityError(f"KV group {self.group}: {message}")
+
+        free = set(self._free)
+        if len(free) != len(self._free):
+            fail("a block is free twice")
+        for block in range(self.num_blocks):
+            states = (block in free) + (block in self._cached) + (block in owners)
+            if states != 1:
+                fail(f"block {block} is in {states} of the states free, cached, owned")
+            if self._ref_counts[block] != owners.get(block, 0):
+                fail(f"block {block} has {self._ref_counts[block]} references, {owners.get(block, 0)} tables hold it")
+            node = self._nodes[block]
+            if node is not None and node.blocks[self.group] != block:
+                fail(f"block {block} points at a prefix that is stored in block {node.blocks[self.group]}")
+            if (block in free and node is not None) or (block in self._cached and node is None):
+                fail(f"block {block} is {'free' if block in free else 'cached'} but its prefix says otherwise")
+            if block in self._cached and (block in self._offered) != self._may_go(block):
+                fail(f"block {block} is {'' if block in self._offered else 'not '}on offer to the eviction policy")
+        idle = sum(block in self._cached and self._is_pinned(block) for block in range(self.num_blocks))
+        if idle != self._num_idle_pinned or not self._offered.keys() <= self._cached.keys():
+            fail(f"{self._num_idle_pinned} pinned blocks are said to be unused, {idle} are")
+        for node in self.tree.nodes():
+            children = sum(child.blocks[self.group] is not None for child in node.children.values())
+            if node.held_children[self.group] != children:
+                fail(f"a prefix of depth {node.depth} counts {node.held_children[self.group]} children, not {children}")
+            held = node.blocks[self.group]
+            if held is not None and self._nodes[held] is not node:
+                fail(f"a prefix of depth {node.depth} points at block {held}, which holds another")

@@ -1,0 +1,1 @@
+"""The engine's copy of a model: made, proven, watched and run."""

@@ -1,0 +1,1 @@
+"""Finding policies and plugins, calling them, and surviving what they do."""

@@ -1,0 +1,356 @@
+"""PluginManager: finds plugins, and turns a name, import path, class or instance into a policy."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from paged_backend import hookspecs
+from paged_backend.config import check_block_size
+from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
+from paged_backend.policies import BlockSizeRule, EvictionPolicy, SchedulingPolicy
+from paged_backend.policy.policy_errors import FAILED, ErrorHandler, call, describe, name_of
+
+BUILT_IN = (
+    "paged_backend.plugins.schedulers",
+    "paged_backend.plugins.eviction",
+    "paged_backend.plugins.block_sizes",
+)
+PLUGINS_VARIABLE = "PAGED_BACKEND_PLUGINS"
+TRACE_VARIABLE = "PAGED_BACKEND_TRACE_HOOKS"
+KINDS = ("scheduler", "eviction", "block_size", "attention_backend")
+NOTIFICATIONS = (
+    "engine_started",
+    "request_added",
+    "request_preempted",
+    "request_finished",
+    "step_finished",
+    "engine_stopped",
+)
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """What a loaded plugin is.
+
+    source: the distribution and version it was installed with, "paged-backend" for built-in ones, or "passed by hand".
+    location: the file it lives in, if it is known. hooks: those it implements. names: per kind, what it registers.
+    """
+
+    name: str
+    source: str
+    location: str | None
+    hooks: tuple[str, ...]
+    names: Mapping[str, tuple[str, ...]]
+
+
+class PluginManager:
+    """The plugins of one engine: built-in modules, installed entry points, and those passed by hand, in that order.
+
+    ``PAGED_BACKEND_PLUGINS`` limits entry points to a comma-separated list of names (empty: none);
+    ``PAGED_BACKEND_TRACE_HOOKS=1`` prints every hook call to stderr.
+    Raises PluginError when a plugin cannot be loaded, implements no hook or an unknown one, asks for another hook
+    version, or registers a name that is taken.
+    """
+
+    def __init__(self, plugins: Sequence[Any] = (), *, load_entry_points: bool = True) -> None:
+        if not isinstance(plugins, Iterable) or isinstance(plugins, (str, bytes, Mapping)):
+            raise ConfigError(
+                f"plugins must be a sequence of modules or objects with hooks, got {describe(plugins)}; one goes as "
+                "[plugin]"
+            )
+        self._pm = pluggy.PluginManager(hookspecs.PROJECT)
+        self._pm.add_hookspecs(hookspecs)
+        self._trace = bool(os.environ.get(TRACE_VARIABLE))
+        self._sources: dict[str, str] = {}
+        version = importlib.metadata.version("paged-backend")
+        for module in BUILT_IN:
+            self._register(importlib.import_module(module), module, f"paged-backend {version}")
+        if load_entry_points:
+            self._load_entry_points()
+        for plugin in plugins:
+            self._register(plugin, getattr(plugin, "__name__", None), "passed by hand")
+            if not self._pm.get_hookcallers(plugin):
+                raise PluginError(
+                    f"plugin {describe(plugin)} has no hooks; pass a module or an object whose functions are marked "
+                    "with @paged_backend.hookimpl"
+                )
+        self._check_hooks()
+        self._impls = {name: self._impls_of(name) for name in (*NOTIFICATIONS, "admit_request")}
+        self._registry = {kind: self._collect(kind) for kind in KINDS}
+
+    def _load_entry_points(self) -> None:
+        limit = os.environ.get(PLUGINS_VARIABLE)
+        allowed = None if limit is None else {name.strip() for name in limit.split(",") if name.strip()}
+        points = {point.name: point for point in importlib.metadata.entry_points(group=hookspecs.PROJECT)}
+        if allowed is not None and (missing := sorted(allowed - points.keys())):
+            installed = ", ".join(sorted(points)) or "none"
+            raise PluginError(
+                f"{PLUGINS_VARIABLE} names {missing[0]!r}, which is not installed; installed: {installed}"
+            )
+        for name, point in points.items():
+            if allowed is not None and name not in allowed:
+                continue
+            try:
+                plugin = point.load()
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                raise PluginError(
+                    f"plugin {name!r} ({point.value}) cannot be loaded: {error!r}; fix or uninstall it, or leave "
+                    f"it out of {PLUGINS_VARIABLE}"
+                ) from error
+            source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
+            self._register(plugin, name, source)
+
+    def _register(self, plugin: Any, name: str | None, source: str) -> None:
+        version = getattr(plugin, "HOOK_API_VERSION", hookspecs.HOOK_API_VERSION)
+        label = name or name_of(plugin)
+        if version != hookspecs.HOOK_API_VERSION:
+            raise PluginError(
+                f"plugin {label} was written for hook version {version!r}; this paged_backend has version "
+                f"{hookspecs.HOOK_API_VERSION}"
+            )
+        if isinstance(plugin, type):
+            raise PluginError(f"plugin {label} is a class; pass an object of it, whose methods can be called")
+        for _, other in self._pm.list_name_plugin():
+            if other is plugin:
+                raise PluginError(f"plugin {label} cannot be registered twice")
+        if name is not None and self._pm.has_plugin(name):
+            raise PluginError(f"plugin {label} cannot be registered: another plugin has that name")
+        self._check_arguments(plugin, label)
+        try:
+            registered = self._pm.register(plugin, name)
+        except (ValueError, pluggy.PluginValidationError) as error:
+            raise PluginError(f"plugin {label} cannot be registered: {error}") from error
+        self._sources[str(registered)] = source
+
+    def _check_arguments(self, plugin: Any, label: str) -> None:
+        """PluginError for an argument that a hook does not have; pluggy's own error calls a plugin by a number."""
+        for attribute in dir(plugin):
+            options = self._pm.parse_hookimpl_opts(plugin, attribute)
+            caller = getattr(self._pm.hook, (options and options["specname"]) or attribute, None)
+            if options is None or not isinstance(caller, pluggy.HookCaller) or caller.spec is None:
+                continue
+            parameters = inspect.signature(getattr(plugin, attribute)).parameters.values()
+            needed = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+            if unknown := [name for name in needed if name not in caller.spec.argnames]:
+                raise PluginError(
+                    f"plugin {label}: {caller.name} has no argument {unknown[0]!r}; choose from "
+                    f"{', '.join(caller.spec.argnames)}"
+                )
+
+    def _check_hooks(self) -> None:
+        """PluginError for an implementation of what is no hook, or of a kind that is never called."""
+        callers = [caller for caller in vars(self._pm.hook).values() if isinstance(caller, pluggy.HookCaller)]
+        known = ", ".join(sorted(caller.name for caller in callers if caller.has_spec()))
+        for caller in callers:
+            for impl in caller.get_hookimpls():
+                if not caller.has_spec() and not impl.optionalhook:
+                    raise PluginError(f"plugin {_label(impl)}: {caller.name} is no hook; the hooks are {known}")
+                if impl.hookwrapper or impl.wrapper:
+                    raise PluginError(f"plugin {_label(impl)} wraps {caller.name}; this hook cannot be wrapped")
+
+    def _impls_of(self, name: str) -> list[Any]:
+        """The hook's implementations in calling order; each is called by itself, so that one cannot stop another."""
+        return list(reversed(getattr(self._pm.hook, name).get_hookimpls()))
+
+    def listens(self, name: str) -> bool:
+        """Whether any plugin implements the hook."""
+        return bool(self._impls[name])
+
+    def notify(self, name: str, on_error: ErrorHandler, **kwargs: Any) -> None:
+        """Tell every plugin that listens; one that raises is reported and the others still hear."""
+        for impl in self._impls[name]:
+            self._ask(impl, name, on_error, kwargs)
+
+    def first_opinion(self, name: str, on_error: ErrorHandler, is_valid: Callable[[Any], bool], **kwargs: Any) -> Any:
+        """The first answer that is not None, or None; one that is not valid is reported and counts as None."""
+        for impl in self._impls[name]:
+            answer = self._ask(impl, name, on_error, kwargs)
+            if answer is None or answer is FAILED:
+                continue
+            if is_valid(answer):
+                return answer
+            on_error(_label(impl), name, f"returned {describe(answer)}, which is no answer to this hook")
+        return None
+
+    def _ask(self, impl: Any, name: str, on_error: ErrorHandler, kwargs: Mapping[str, Any]) -> Any:
+        self._print_call(impl, name, kwargs)
+        return call(
+            on_error,
+            _label(impl),
+            name,
+            lambda: impl.function(*(kwargs[key] for key in impl.argnames)),
+            # Nobody waits while an engine is made or closed.
+            may_take_long=name in ("engine_started", "engine_stopped"),
+        )
+
+    def _print_call(self, impl: Any, name: str, kwargs: Mapping[str, Any]) -> None:
+        if self._trace:
+            arguments = ", ".join(f"{key}={describe(value)}" for key, value in kwargs.items())
+            print(f"{hookspecs.PROJECT}: {_label(impl)}: {name}({arguments})", file=sys.stderr, flush=True)
+
+    def _collect(self, kind: str) -> dict[str, tuple[Any, str]]:
+        """Registered names of one kind, each with what it stands for and the plugin it came from."""
+        found: dict[str, tuple[Any, str]] = {}
+        hook = f"register_{kind}s"
+        for impl in getattr(self._pm.hook, hook).get_hookimpls():
+            source = _label(impl)
+
+            def register(name: str, value: Any, source: str = source) -> None:
+                if not isinstance(name, str) or not name or ":" in name:
+                    raise PluginError(f"plugin {source} registers {kind} {name!r}; a name is a string without a colon")
+                if name in found:
+                    raise PluginError(f"{kind} {name!r} is registered by both {found[name][1]} and {source}")
+                found[name] = (value, source)
+
+            self._print_call(impl, hook, {"register": register})
+            try:
+                impl.function(*[register][: len(impl.argnames)])
+            except (PluginError, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                raise PluginError(f"plugin {source} failed in {hook}: {error!r}") from error
+        return found
+
+    def names(self, kind: str) -> dict[str, str]:
+        """Registered names of ``kind`` ("scheduler", "eviction", ...), each with the plugin it came from."""
+        return {name: source for name, (_, source) in sorted(self._registry[kind].items())}
+
+    @property
+    def plugins(self) -> list[str]:
+        return [name for name, _ in self._pm.list_name_plugin()]
+
+    def describe(self) -> list[PluginInfo]:
+        """The loaded plugins in order of registration, and where each comes from."""
+        return [
+            PluginInfo(
+                name=_readable(name, plugin),
+                source=self._sources[name],
+                location=getattr(sys.modules.get(getattr(plugin, "__module__", "") or name, plugin), "__file__", None),
+                hooks=tuple(sorted(caller.name for caller in self._pm.get_hookcallers(plugin) or ())),
+                names={
+                    kind: tuple(n for n, source in self.names(kind).items() if source == _readable(name, plugin))
+                    for kind in KINDS
+                },
+            )
+            for name, plugin in self._pm.list_name_plugin()
+        ]
+
+    def scheduler(self, value: Any, options: Mapping[str, Any]) -> SchedulingPolicy:
+        """The scheduling policy that ``value`` names, or is."""
+        policy = self._policy("scheduler", value, options, SchedulingPolicy)
+        try:
+            count = len(policy)
+        except Exception:
+            # An engine finds out, and can go on without it.
+            count = 0
+        if count:
+            raise ConfigError(f"scheduler={policy!r} has {count} requests already; an object serves one engine")
+        return policy
+
+    def eviction_factory(self, value: Any, options: Mapping[str, Any]) -> Callable[[], EvictionPolicy]:
+        """A function that makes one eviction policy per KV group."""
+        if isinstance(value, EvictionPolicy):
+            raise ConfigError(
+                f"eviction={value!r} is an instance, but each KV group keeps an order of its own; "
+                "pass the class, its registered name, or 'module:attribute'"
+            )
+        return lambda: self._policy("eviction", value, options, EvictionPolicy)
+
+    def block_size_rule(self, value: Any) -> int | BlockSizeRule:
+        """A number, or the rule that ``value`` names or is."""
+        if isinstance(value, str):
+            value = self._lookup("block_size", value)
+        if isinstance(value, int):
+            return check_block_size(value)
+        if not callable(value):
+            raise ConfigError(f"block_size={value!r} is neither a number, a name nor a rule (shape, device) -> int")
+        rule: BlockSizeRule = value
+        return rule
+
+    def attention_backend(self, name: str) -> Any:
+        """What plugins offer under this name, or it is the path of; None when it is the kernels' own."""
+        return (
+            self._lookup("attention_backend", name)
+            if ":" in name or name in self._registry["attention_backend"]
+            else None
+        )
+
+    def _policy(self, kind: str, value: Any, options: Mapping[str, Any], base: type) -> Any:
+        if isinstance(value, str):
+            value = self._lookup(kind, value)
+        if isinstance(value, base):
+            if options:
+                raise ConfigError(
+                    f"{kind}_options={dict(options)!r} cannot be given with an instance; configure it there"
+                )
+            return value
+        if not callable(value):
+            article = "an" if base.__name__[0] in "AEIOU" else "a"
+            raise ConfigError(f"{kind}={describe(value)} is neither a name, a class nor {article} {base.__name__}")
+        _check_options(kind, value, options)
+        try:
+            policy = value(**options)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{kind} {name_of(value)} cannot be made with {kind}_options={dict(options)!r}: {error}"
+            ) from error
+        if not isinstance(policy, base):
+            raise ConfigError(f"{kind} {name_of(value)} made {policy!r}, which is no {base.__name__}")
+        return policy
+
+    def _lookup(self, kind: str, name: str) -> Any:
+        if ":" in name:
+            return _import(kind, name)
+        if name not in self._registry[kind]:
+            known = ", ".join(sorted(self._registry[kind])) or "none"
+            raise UnknownPolicy(f"unknown {kind} {name!r}; choose one of {known}, or give 'module:attribute'")
+        value = self._registry[kind][name][0]
+        return _import(kind, value) if isinstance(value, str) else value
+
+
+def _check_options(kind: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """ConfigError for an option that a class or factory does not take, as far as it says what it takes."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(
+            f"{kind} {name_of(factory)} has no option {unknown[0]!r}; choose from {', '.join(known) or 'none'}"
+        )
+
+
+def _label(impl: Any) -> str:
+    return _readable(impl.plugin_name, impl.plugin)
+
+
+def _readable(name: str, plugin: Any) -> str:
+    """pluggy calls an object that was given no name by its number."""
+    return name_of(plugin) if name == str(id(plugin)) else name
+
+
+def _import(kind: str, path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        value: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnknownPolicy(f"{kind} {path!r} cannot be imported: {error}") from error
+    return value

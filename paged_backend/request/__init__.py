@@ -1,0 +1,1 @@
+"""A request, from what its caller asked for to what the engine has computed of it."""

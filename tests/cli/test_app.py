@@ -1,0 +1,195 @@
+"""The command line as users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paged_backend.cli.app import app
+from paged_backend.policy.plugin_manager import KINDS, PluginManager
+
+PLUGIN = """
+from paged_backend import hookimpl
+from paged_backend.policies import KeyedPolicy
+
+class Backwards(KeyedPolicy):
+    def key(self, request):
+        return -request.order
+
+@hookimpl
+def register_schedulers(register):
+    register("backwards", Backwards)
+"""
+
+
+def invoke(*arguments: str) -> Result:
+    # Wide enough that no table cell and no message is wrapped.
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments)
+
+
+def install_distribution(site: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Put a distribution with one plugin on the path, as pip would."""
+    (site / "backwards.py").write_text(source)
+    info = site / "backwards_policies-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: backwards-policies\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[paged_backend]\nbackwards-plugin = backwards\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "backwards", raising=False)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert invoke("--version").output == f"paged-backend {version('paged-backend')}\n"
+
+
+def test_help_names_every_command() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+    assert {"demo", "plugins"} <= set(names)
+    for name in names:
+        assert f" {name} " in result.output
+
+
+def test_without_a_command_help_is_shown() -> None:
+    assert "Usage" in invoke().output
+
+
+def test_plugins_lists_every_built_in_policy_as_our_own() -> None:
+    rows = [
+        line for line in invoke("plugins").output.splitlines() if f"paged-backend {version('paged-backend')}" in line
+    ]
+    manager = PluginManager(load_entry_points=False)
+    expected = [(kind, name, plugin) for kind in KINDS for name, plugin in manager.names(kind).items()]
+    assert len(expected) >= 2
+    for policy in expected:
+        assert any(tuple(cell.strip() for cell in row.split("│")[1:4]) == policy for row in rows), policy
+
+
+def test_plugins_names_the_distribution_of_an_installed_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_distribution(tmp_path, monkeypatch, PLUGIN)
+    (row,) = [line for line in invoke("plugins").output.splitlines() if "backwards-plugin" in line]
+    assert [cell.strip() for cell in row.split("│")[1:5]] == [
+        "scheduler",
+        "backwards",
+        "backwards-plugin",
+        "backwards-policies 1.2",
+    ]
+
+
+def test_plugins_shows_which_hooks_a_plugin_without_policies_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from paged_backend import hookimpl\n\n@hookimpl\ndef step_finished(stats):\n    pass\n"
+    install_distribution(tmp_path, monkeypatch, source)
+    (row,) = [line for line in invoke("plugins").output.splitlines() if "backwards-plugin" in line]
+    assert [cell.strip() for cell in row.split("│")[1:3]] == ["no policy", "step_finished"]
+
+
+def test_a_plugin_that_cannot_be_loaded_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_distribution(tmp_path, monkeypatch, "raise ImportError('no such thing')")
+    result = invoke("plugins")
+    assert result.exit_code == 2
+    assert (
+        "error: plugin 'backwards-plugin' (backwards) cannot be loaded: ImportError('no such thing')" in result.output
+    )
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("What is this?", "is not JSON"),
+        (json.dumps({"prompt": "a"}), "must hold a JSON list of texts"),
+        (json.dumps([]), "must hold a JSON list of texts"),
+        (json.dumps(["a", "  "]), "none of them empty"),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_used_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text(content)
+    result = invoke("demo", "--prompts", str(file))
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_model_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    result = invoke("demo", "--model", str(tmp_path / "nothing"))
+    assert result.exit_code == 2
+    assert "nothing' does not exist" in result.output
+
+
+def test_a_folder_without_a_model_is_told_to_the_demo_in_words(tmp_path: Path) -> None:
+    result = invoke("demo", "--model", str(tmp_path))
+    assert result.exit_code == 2
+    assert "holds no model, for it has no config.json" in result.output
+
+
+def test_a_table_that_nobody_reads_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run([sys.executable, "-m", "paged_backend", "plugins"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert result.returncode == 141
+    assert result.stderr == b""
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys\n"
+        "from paged_backend.cli.app import app\n"
+        "app(['--help'], standalone_mode=False)\n"
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("module", ["paged_backend", "paged_backend.cli"])
+def test_the_module_can_be_run_as_the_command(module: str) -> None:
+    result = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert result.returncode == 0
+    assert result.stdout == f"paged-backend {version('paged-backend')}\n"
+
+
+def test_a_command_that_fails_says_so_with_its_exit_code(tmp_path: Path) -> None:
+    arguments = ["generate", str(tmp_path / "nothing.txt")]
+    result = subprocess.run([sys.executable, "-m", "paged_backend", *arguments], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "nothing.txt" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_process_leaves_with_its_code_after_all_that_is_called_at_exit() -> None:
+    code = (
+        "import atexit, sys\n"
+        "from paged_backend.cli import app as cli\n"
+        "@cli.app.command()\n"
+        "def last():\n"
+        "    class Told:\n"
+        "        def __del__(self): print('collected', file=sys.stderr)\n"
+        "    sys.kept = [Told()]\n"
+        "    sys.kept.append(sys.kept)\n"
+        "    atexit.register(print, 'called at exit')\n"
+        "    raise SystemExit(7)\n"
+        "sys.argv = ['paged-backend', 'last']\n"
+        "cli.run()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 7
+    assert result.stdout == "called at exit\n"
+    assert result.stderr == ""
+
+
+def test_without_its_extra_the_command_says_what_to_install() -> None:
+    code = "import sys\nsys.modules['typer'] = None\nimport paged_backend.cli.app"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "the command line needs the typer package: pip install 'paged-backend[cli]'\n"

@@ -1,0 +1,163 @@
+"""paged-backend chat: a conversation that survives Ctrl-C and grows beyond the model's length."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tiny_models import save_tiny
+from tiny_tokenizers import byte_tokenizer
+from transformers import AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from paged_backend import Engine, SamplingParams
+from paged_backend.cli.app import app
+from paged_backend.service.async_engine import AsyncEngine
+from paged_backend.service.handle import DeltaStream
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny"), max_positions=256))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, folder: str) -> list[str]:
+    """The prompts that reach the engine, as text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts: list[str] = []
+    submit = AsyncEngine.submit
+
+    def noting(self, token_ids, params):
+        handle = submit(self, token_ids, params)
+        texts.append(tokenizer.decode(token_ids))
+        return handle
+
+    monkeypatch.setattr(AsyncEngine, "submit", noting)
+    return texts
+
+
+def chat(folder: str, said: list[str], *arguments: str) -> Result:
+    options = ["--model", folder, "--kv-cache-memory", "4MiB", "--temperature", "0", "--threads", "1"]
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    return runner.invoke(app, ["chat", *options, *arguments], input="".join(line + "\n" for line in said))
+
+
+def greedy_answer(folder: str, prompt: str, max_tokens: int) -> str:
+    with Engine.from_pretrained(folder, kv_cache_memory="4MiB") as engine:
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[engine.tokenizer.eos_token_id])
+        (output,) = engine.generate(prompt, params)
+        return output.text
+
+
+def test_an_answer_is_what_the_engine_gives_to_the_chat_template(folder, asked):
+    result = chat(folder, ["hello"], "--max-tokens", "6")
+    assert result.exit_code == 0, result.output
+    assert asked == ["user: hello\nassistant:"]
+    # A terminal's carriage returns and control characters aside.
+    answer = greedy_answer(folder, asked[0], 6)
+    assert re.sub(r"\s", "", answer) in re.sub(r"\s", "", result.output)
+
+
+def test_the_conversation_goes_into_the_next_question(folder, asked):
+    result = chat(folder, ["hello", "and now?"], "--max-tokens", "6", "--system", "be brief")
+    assert result.exit_code == 0
+    first, second = asked
+    assert first == "system: be brief\nuser: hello\nassistant:"
+    answer = greedy_answer(folder, first, 6)
+    assert second == f"system: be brief\nuser: hello\nassistant: {answer}\nuser: and now?\nassistant:"
+
+
+def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(folder, asked, monkeypatch):
+    following, count, engines = DeltaStream.__next__, [], []
+
+    def interrupted(self):
+        count.append(1)
+        if len(count) == 4:
+            engines.append(self._ticket.outputs[0])
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(DeltaStream, "__next__", interrupted)
+    result = chat(folder, ["hello", "go on"], "--max-tokens", "100")
+    assert result.exit_code == 0, result.output
+    assert "cancelled" in result.output
+    assert len(asked) == 2
+    assert asked[1].startswith("user: hello\nassistant: ")
+    assert asked[1].endswith("\nuser: go on\nassistant:")
+    assert engines[0].finish_reason == "abort"
+
+
+def test_ctrl_c_before_the_first_token_keeps_the_chat_too(folder, asked, monkeypatch):
+    submit, count = AsyncEngine.submit, []
+
+    def interrupted(self, *args):
+        count.append(1)
+        if len(count) == 1:
+            raise KeyboardInterrupt
+        return submit(self, *args)
+
+    monkeypatch.setattr(AsyncEngine, "submit", interrupted)
+    result = chat(folder, ["hello", "go on"], "--max-tokens", "3")
+    assert result.exit_code == 0, result.output
+    assert "cancelled" in result.output
+    assert len(asked) == 1
+
+
+def test_the_scheduler_is_the_one_that_was_named(folder, monkeypatch):
+    named, loading = [], Engine.from_pretrained
+
+    def noting(*args, **options):
+        named.append(options["scheduler"])
+        return loading(*args, **options)
+
+    monkeypatch.setattr(Engine, "from_pretrained", noting)
+    assert chat(folder, ["hello"], "--max-tokens", "2", "--scheduler", "priority").exit_code == 0
+    assert named == ["priority"]
+
+
+def test_params_that_cannot_be_used_are_refused_before_the_chat(folder):
+    result = chat(folder, ["hello"], "--top-p", "0")
+    assert result.exit_code == 2
+    assert "top_p must be above 0" in result.output
+
+
+def test_stats_shows_the_last_answer_and_all(folder):
+    result = chat(folder, ["hello", "/stats"], "--max-tokens", "6")
+    assert result.exit_code == 0
+    row = next(line for line in result.output.splitlines() if "│ tokens " in line)
+    assert re.findall(r"\d+", row) == ["6", "6"]
+    assert "first token, s" in result.output
+
+
+def test_reset_forgets_and_help_is_no_question(folder, asked):
+    result = chat(folder, ["hello", "/reset", "/help", "", "again", "/quit", "never"], "--max-tokens", "3")
+    assert result.exit_code == 0
+    assert asked == ["user: hello\nassistant:", "user: again\nassistant:"]
+
+
+def test_a_conversation_beyond_the_models_length_loses_its_beginning(folder, asked):
+    said = [f"question {n} " + "y" * 60 for n in range(4)]
+    result = chat(folder, said, "--max-tokens", "10", "--system", "be brief")
+    assert result.exit_code == 0
+    assert "the beginning of the conversation is forgotten" in result.output
+    assert len(asked) == 4
+    assert "question 0" not in asked[-1]
+    assert asked[-1].startswith("system: be brief\nuser: ")
+
+
+def test_a_question_that_is_too_long_by_itself_is_refused_and_the_chat_goes_on(folder, asked):
+    result = chat(folder, ["y" * 400, "hello"], "--max-tokens", "3")
+    assert result.exit_code == 0
+    assert "beyond the 256 positions" in result.output
+    assert asked == ["user: hello\nassistant:"]
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path):
+    folder = save_tiny(tmp_path / "model", max_positions=256)
+    byte_tokenizer(chat_template=None).save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    result = chat(str(folder), ["hello"])
+    assert result.exit_code == 2
+    assert "no chat template" in result.output

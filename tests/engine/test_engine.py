@@ -1,0 +1,506 @@
+"""The engine through its public door: equality with stock, life of a request, bad input."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from oracle import assert_greedy, draw_prompts, stock_greedy
+from tiny_models import make_tiny
+
+from paged_backend import Engine, EngineConfig, SamplingParams, hookimpl
+from paged_backend.errors import ConfigError, ContextOverflow, EngineClosed, RequestRefused, UnknownPolicy
+
+LENGTHS = (5, 23, 9, 1, 14, 40, 33)
+NUM_TOKENS = 20
+FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "llama4", "deepseek_v2", "gpt_oss"]
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+class Clock:
+    """Seconds that only pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make_tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return draw_prompts(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def expected(llama, prompts):
+    return [stock_greedy(llama, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+def all_blocks_are_back(engine: Engine) -> bool:
+    engine.blocks.check_integrity()
+    return all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batching": "shared"},
+        {"batching": "separate", "max_num_batched_tokens": 16, "block_size": 7},
+    ],
+    ids=["shared", "separate-chunk16-block7"],
+)
+@pytest.mark.filterwarnings("ignore::paged_backend.model.twin.ExpandedCacheWarning")
+def test_every_family_gives_stocks_greedy_tokens(family, options, prompts):
+    model = make_tiny(family)
+    engine = Engine(model, **options)
+    for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
+        assert output.finish_reason == "length"
+    assert all_blocks_are_back(engine)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 32, 256])
+@pytest.mark.parametrize("batching", ["shared", "separate"])
+def test_block_size_and_batching_do_not_change_tokens(llama, prompts, expected, block_size, batching):
+    engine = Engine(llama, block_size=block_size, batching=batching, max_num_batched_tokens=16)
+    assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
+    assert all_blocks_are_back(engine)
+
+
+def test_requests_added_while_others_run_get_the_same_tokens(llama, prompts, expected):
+    engine = Engine(llama, max_num_batched_tokens=16)
+    outputs, queue = {}, list(enumerate(prompts))
+    while queue or engine.has_unfinished_requests():
+        if queue:
+            index, prompt = queue.pop(0)
+            engine.add_request(prompt, GREEDY, request_id=f"r{index}")
+        for output in engine.step():
+            outputs[output.request_id] = output.token_ids
+    assert [outputs[f"r{index}"] for index in range(len(prompts))] == expected
+
+
+def test_no_more_than_max_num_seqs_run_at_once(llama, prompts, expected):
+    engine = Engine(llama, max_num_seqs=2)
+    assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
+    assert engine.stats().peak_running == 2
+
+
+def test_step_hands_out_the_tokens_it_added(llama, prompts, expected):
+    engine = Engine(llama)
+    engine.add_request(prompts[0], GREEDY)
+    seen = []
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+        seen += output.new_token_ids
+        assert output.token_ids == seen
+    assert seen == expected[0]
+
+
+def test_end_of_sequence_token_stops_a_request(llama, prompts, expected):
+    eos = expected[1][6]
+    first = expected[1].index(eos)
+    engine = Engine(llama)
+    engine.eos_token_ids = frozenset([eos])
+    (output,) = engine.generate([prompts[1]], SamplingParams(max_tokens=NUM_TOKENS))
+    assert output.token_ids == expected[1][: first + 1]
+    assert output.finish_reason == "stop"
+
+
+def test_metrics_follow_the_injected_clock(llama):
+    clock = Clock()
+    engine = Engine(llama, clock=clock)
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True))
+    output = None
+    for second in (1.0, 2.0, 3.0):
+        clock.now = second
+        (output,) = engine.step()
+    metrics = output.metrics
+    times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
+    assert times == (0.0, 1.0, 1.0, 3.0)
+
+
+def test_aborted_request_ends_with_its_tokens_and_others_go_on(llama, prompts, expected):
+    engine = Engine(llama)
+    doomed = engine.add_request(prompts[0], GREEDY)
+    kept = engine.add_request(prompts[1], GREEDY)
+    for _ in range(4):
+        engine.step()
+    assert engine.abort(doomed)
+    outputs = {output.request_id: output for output in engine.step()}
+    assert outputs[doomed].finish_reason == "abort"
+    assert outputs[doomed].token_ids == expected[0][:4]
+    while engine.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in engine.step())
+    assert outputs[kept].token_ids == expected[1]
+    assert not engine.abort(doomed)
+    assert all_blocks_are_back(engine)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_request_can_be_aborted_in_any_state(llama, num_steps):
+    engine = Engine(llama, max_num_batched_tokens=16)
+    request_id = engine.add_request(draw_prompts([30])[0], GREEDY)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort(request_id)
+    assert [output.finish_reason for output in engine.step()] == ["abort"]
+    assert not engine.has_unfinished_requests()
+    assert all_blocks_are_back(engine)
+
+
+def test_request_past_its_timeout_ends_wherever_it_is(llama, prompts):
+    clock = Clock()
+    engine = Engine(llama, clock=clock, max_num_seqs=1)
+    running = engine.add_request(prompts[0], GREEDY, timeout_s=5)
+    waiting = engine.add_request(prompts[1], GREEDY, timeout_s=2)
+    engine.step()
+    clock.now = 2.0
+    assert {o.request_id: o.finish_reason for o in engine.step()} == {running: None, waiting: "timeout"}
+    clock.now = 6.0
+    assert {o.request_id: o.finish_reason for o in engine.step()} == {running: "timeout"}
+    assert all_blocks_are_back(engine)
+
+
+def test_failing_stop_condition_fails_its_request_alone(llama, prompts, expected):
+    def broken(request):
+        raise ValueError("no")
+
+    engine = Engine(llama)
+    bad = engine.add_request(prompts[0], GREEDY, stop_condition=broken)
+    good = engine.add_request(prompts[1], GREEDY)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in engine.step())
+    assert outputs[bad].finish_reason == "error"
+    assert isinstance(outputs[bad].error, ValueError)
+    assert outputs[good].token_ids == expected[1]
+
+
+def test_forward_pass_that_fails_for_one_request_fails_it_alone(llama, prompts, expected):
+    engine = Engine(llama)
+    ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    poison = prompts[2][3]
+    forward = engine.runner.forward
+
+    def failing(batch):
+        if poison in batch.input_ids.tolist():
+            raise RuntimeError("out of memory")
+        return forward(batch)
+
+    engine.runner.forward = failing
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in engine.step())
+    # A token may come up in several requests; those that never fed it are untouched.
+    for request_id, prompt, tokens in zip(ids, prompts, expected, strict=True):
+        if poison in prompt or poison in tokens[:-1]:
+            assert outputs[request_id].finish_reason == "error"
+        else:
+            assert outputs[request_id].token_ids == tokens
+    assert outputs[ids[2]].finish_reason == "error"
+    assert all_blocks_are_back(engine)
+
+
+@pytest.mark.parametrize("where", ["forward", "sample", "commit"])
+def test_interrupted_step_loses_nothing(llama, prompts, expected, where, monkeypatch):
+    engine = Engine(llama, max_num_batched_tokens=16)
+    ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    owner = {"forward": engine.runner, "sample": engine.sampler, "commit": engine.scheduler}[where]
+    original, calls = getattr(owner, where), []
+
+    def interrupted(*args):
+        calls.append(None)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    outputs, interrupts = {}, 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs.update((output.request_id, output) for output in engine.step())
+        except KeyboardInterrupt:
+            interrupts += 1
+            engine.blocks.check_integrity()
+    assert interrupts == 1
+    assert [outputs[request_id].token_ids for request_id in ids] == expected
+
+
+def test_interrupted_generate_aborts_its_own_requests_only(llama, prompts, expected):
+    engine = Engine(llama)
+    other = engine.add_request(prompts[1], GREEDY)
+    sample, calls = engine.sampler.sample, []
+
+    def interrupted(*args):
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return sample(*args)
+
+    engine.sampler.sample = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([prompts[0]], GREEDY)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in engine.step())
+    assert outputs[other].token_ids == expected[1]
+    assert all_blocks_are_back(engine)
+
+
+def test_hooks_hear_what_happens_in_order(llama):
+    events = []
+
+    class Listener:
+        @hookimpl
+        def engine_started(self, engine):
+            events.append("engine_started")
+
+        @hookimpl
+        def request_added(self, request):
+            events.append(f"request_added {request.request_id}")
+
+        @hookimpl
+        def request_finished(self, request, output):
+            events.append(f"request_finished {output.finish_reason}")
+
+        @hookimpl
+        def step_finished(self, stats):
+            events.append(f"step_finished {stats.num_new_tokens}")
+
+        @hookimpl
+        def engine_stopped(self, engine):
+            events.append("engine_stopped")
+
+    engine = Engine(llama, plugins=[Listener()])
+    engine.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.close()
+    assert events == [
+        "engine_started",
+        "request_added 0",
+        "step_finished 1",
+        "request_finished length",
+        "step_finished 1",
+        "engine_stopped",
+    ]
+
+
+def test_plugin_can_refuse_a_request_with_its_reason(llama):
+    class Doorman:
+        @hookimpl
+        def admit_request(self, request, stats):
+            return "no bananas" if 7 in request.token_ids else None
+
+    engine = Engine(llama, plugins=[Doorman()])
+    with pytest.raises(RequestRefused, match="no bananas"):
+        engine.add_request([5, 7])
+    assert engine.add_request([5, 6])
+
+
+def test_progress_does_not_change_the_result(llama, prompts, expected, capsys):
+    outputs = Engine(llama).generate(prompts, GREEDY, progress=True)
+    assert [output.token_ids for output in outputs] == expected
+    assert f"{len(prompts)}/{len(prompts)}" in capsys.readouterr().err
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        ([5, 256], "token id 256 is outside the vocabulary"),
+        ([5, -1], "token id -1 is outside"),
+        ([5, 1.5], "text or token ids"),
+        ([True, False], "text or token ids"),
+        (None, "text or token ids"),
+        ("text", "needs a tokenizer"),
+        (torch.ones(2, 2, dtype=torch.long), "must be 1-D"),
+        (torch.ones(3), "must be 1-D with integer"),
+    ],
+)
+def test_prompt_that_is_none_is_refused(llama, prompt, message):
+    engine = Engine(llama)
+    with pytest.raises(RequestRefused, match=message):
+        engine.add_request(prompt)
+    assert not engine.has_unfinished_requests()
+
+
+def test_prompt_and_output_beyond_the_positions_are_refused_with_the_numbers(llama):
+    engine = Engine(llama)
+    with pytest.raises(ContextOverflow, match="250 tokens and max_tokens=20 come to 270, beyond the 256"):
+        engine.add_request([5] * 250, GREEDY)
+
+
+def test_request_that_can_never_fit_the_cache_is_refused_with_the_numbers(llama):
+    engine = Engine(llama, kv_cache_memory=16 * 4 * 768)
+    with pytest.raises(ContextOverflow, match=r"need 6 blocks of 16 tokens .* which has 4"):
+        engine.add_request([5] * 70, GREEDY)
+    assert engine.generate([[5] * 30], GREEDY)[0].finish_reason == "length"
+
+
+def test_refused_prompt_of_many_leaves_nothing_queued(llama):
+    engine = Engine(llama)
+    with pytest.raises(RequestRefused, match="prompt 1: the prompt is empty"):
+        engine.generate([[5], []], GREEDY)
+    assert not engine.has_unfinished_requests()
+
+
+def test_duplicate_request_id_is_refused_while_the_first_is_unfinished(llama):
+    engine = Engine(llama)
+    engine.add_request([5], GREEDY, request_id="a")
+    with pytest.raises(RequestRefused, match="'a' is taken"):
+        engine.add_request([6], GREEDY, request_id="a")
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.add_request([6], GREEDY, request_id="a") == "a"
+
+
+@pytest.mark.parametrize("name", ["deadline_s", "timeout_s"])
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "soon", True])
+def test_seconds_must_be_positive_and_finite(llama, name, value):
+    with pytest.raises(RequestRefused, match=name):
+        Engine(llama).add_request([5], **{name: value})
+
+
+@pytest.mark.parametrize("params", [{"max_tokenz": 3}, 7, "greedy"])
+def test_params_of_the_wrong_kind_are_refused(llama, params):
+    with pytest.raises(RequestRefused, match="sampling parameter"):
+        Engine(llama).add_request([5], params)
+
+
+def test_mapping_serves_as_sampling_params(llama, prompts, expected):
+    (output,) = Engine(llama).generate([prompts[0]], {"max_tokens": 4, "ignore_eos": True})
+    assert output.token_ids == expected[0][:4]
+
+
+@pytest.mark.parametrize("field", ["scheduler", "eviction", "block_size"])
+def test_unknown_policy_lists_the_known_ones(llama, field):
+    with pytest.raises(UnknownPolicy, match=f"unknown {field} 'nonsense'; choose one of"):
+        Engine(llama, **{field: "nonsense"})
+
+
+def test_unknown_option_lists_the_known_ones(llama):
+    with pytest.raises(ConfigError, match=r"unknown engine option 'block_sise'; choose from .*block_size"):
+        Engine(llama, block_sise=16)
+
+
+def test_max_waiting_refuses_the_next_request(llama):
+    engine = Engine(llama, max_waiting=2)
+    engine.add_request([5], GREEDY)
+    engine.add_request([6], GREEDY)
+    with pytest.raises(RequestRefused, match="2 requests wait already"):
+        engine.add_request([7], GREEDY)
+
+
+def test_generate_feeds_a_short_queue_without_being_refused(llama, prompts, expected):
+    engine = Engine(llama, max_waiting=1, max_num_seqs=2)
+    assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
+
+
+def test_closed_engine_says_so_at_every_call(llama):
+    engine = Engine(llama)
+    engine.add_request([5], GREEDY)
+    engine.close()
+    asked = (engine.step, engine.close, engine.stats, engine.explain_memory)
+    for call in (*asked, lambda: engine.add_request([5]), lambda: engine.generate([[5]])):
+        with pytest.raises(EngineClosed, match="closed"):
+            call()
+
+
+def test_engine_closes_at_the_end_of_a_with_block(llama):
+    with Engine(llama) as engine:
+        engine.generate([[5]], GREEDY)
+    assert engine.is_closed
+    with Engine(llama) as engine:
+        engine.close()
+
+
+def test_step_from_inside_a_hook_is_refused_and_harms_nothing(llama, prompts, expected):
+    class Meddler:
+        @hookimpl
+        def step_finished(self, stats):
+            engine.step()
+
+    engine = Engine(llama, plugins=[Meddler()])
+    assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
+    assert sum(engine.stats().policy_errors.values()) == engine.stats().num_steps
+
+
+def test_lockstep_of_another_kind_is_refused_and_nothing_is_left(llama):
+    engine = Engine(llama)
+    with pytest.raises(RequestRefused, match="lockstep must be a Lockstep"):
+        engine.add_request([5], GREEDY, lockstep=5)
+    assert not engine.has_unfinished_requests()
+
+
+def test_config_object_and_single_options_combine(llama):
+    engine = Engine(llama, config=EngineConfig(block_size=32), max_num_seqs=3)
+    assert (engine.blocks.block_size, engine.blocks.num_free_seats) == (32, 3)
+
+
+# The model
+
+
+def test_engine_does_not_keep_the_users_model_alive():
+    model = make_tiny("llama")
+    ref = weakref.ref(model)
+    engine = Engine(model)
+    del model
+    gc.collect()
+    assert ref() is None
+    assert engine.generate([[5, 6]], GREEDY)[0].finish_reason == "length"
+
+
+def test_neither_outputs_nor_anything_of_its_own_keep_a_dropped_engine_and_its_cache():
+    model = make_tiny("llama")
+    engine = Engine(model)
+    outputs = engine.generate([[5, 6]], GREEDY)
+    gone = [weakref.ref(engine), weakref.ref(engine.runner.kv_cache)]
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+    assert outputs[0].text == ""
+
+
+def test_changed_weights_are_used_by_the_next_request():
+    model = make_tiny("llama")
+    engine = Engine(model)
+    prompt = draw_prompts([20])[0]
+    before = engine.generate([prompt], GREEDY)[0].token_ids
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    after = engine.generate([prompt], GREEDY)[0]
+    assert after.token_ids == stock_greedy(model, prompt, NUM_TOKENS) != before
+    assert after.metrics.num_cached_tokens == 0
+
+
+def test_weights_changed_makes_running_requests_compute_again():
+    model = make_tiny("llama")
+    engine = Engine(model)
+    prompt = draw_prompts([20])[0]
+    engine.add_request(prompt, GREEDY)
+    engine.step()
+    first = engine.step()[0].token_ids[:]
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    engine.weights_changed()
+    while engine.has_unfinished_requests():
+        output = engine.step()[0]
+    rest = stock_greedy(model, prompt + first, NUM_TOKENS - 2)
+    assert output.token_ids == first + rest

@@ -1,0 +1,527 @@
+"""The block manager's books stay right through any sequence of operations."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paged_backend.errors import IntegrityError, RequestRefused
+from paged_backend.memory.block_manager import NO_BLOCK, BlockManager
+from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.mask_rule import FULL, MaskRule
+from paged_backend.plugins.eviction import Lru
+from paged_backend.request.request import Request, RequestState
+from paged_backend.sampling_params import SamplingParams
+
+LAYOUTS = {
+    "full": [FULL],
+    "window": [MaskRule("window", 5)],
+    "full and window": [FULL, MaskRule("window", 8)],
+    "full, chunk and window": [FULL, MaskRule("chunk", 6), MaskRule("window", 3)],
+    "two windows": [MaskRule("window", 4), MaskRule("window", 9)],
+}
+MAX_CHUNK = 12
+
+
+def no_policy_errors(policy: object, method: str, error: object) -> None:
+    raise AssertionError(f"{policy}.{method}: {error}")
+
+
+def make_manager(layout: str, num_blocks: int, block_size: int = 4, max_num_seqs: int = 6) -> BlockManager:
+    groups = [KVGroup(rule, (index,), 8) for index, rule in enumerate(LAYOUTS[layout])]
+    return BlockManager(
+        groups,
+        [num_blocks] * len(groups),
+        block_size,
+        max_num_seqs,
+        MAX_CHUNK,
+        [Lru() for _ in groups],
+        no_policy_errors,
+    )
+
+
+def make_request(tokens: list[int], order: int, salt: str | None = None) -> Request:
+    return Request(str(order), tokens, SamplingParams(max_tokens=1000), 0.0, order, cache_salt=salt)
+
+
+def compute(manager: BlockManager, request: Request, num_tokens: int) -> None:
+    """Pretend that a forward pass wrote ``num_tokens`` more tokens."""
+    assert manager.reserve(request, request.num_computed_tokens + num_tokens)
+    request.num_computed_tokens += num_tokens
+    manager.register(request)
+
+
+def start(manager: BlockManager, request: Request) -> int:
+    """Admit ``request`` with whatever prefix is cached; returns the number of cached tokens."""
+    match = manager.match_prefix(request)
+    manager.admit(request, match)
+    request.num_computed_tokens = match.num_tokens
+    return match.num_tokens
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Random requests over a tiny alphabet, so that prefixes meet often; contents of slots are modelled too."""
+
+    @initialize(layout=st.sampled_from(sorted(LAYOUTS)), num_blocks=st.integers(6, 40), block_size=st.integers(1, 5))
+    def begin(self, layout: str, num_blocks: int, block_size: int) -> None:
+        self.manager = make_manager(layout, num_blocks, block_size)
+        self.order = 0
+        self.requests: list[Request] = []
+        self.pins: list[tuple[list[int], str | None]] = []
+        # What each slot of each group holds: the prefix (salt included) whose last token was written there.
+        self.slots: list[dict[int, tuple]] = [{} for _ in self.manager.groups]
+
+    def written(self, request: Request, position: int) -> tuple:
+        return (request.cache_salt, *request.token_ids[: position + 1])
+
+    def copy(self) -> None:
+        for g, pairs in enumerate(self.manager.copies):
+            size = self.manager.block_size
+            before = dict(self.slots[g])
+            for source, target in pairs:
+                for offset in range(size):
+                    if source * size + offset in before:
+                        self.slots[g][target * size + offset] = before[source * size + offset]
+            self.manager.copies[g] = []
+
+    def write(self, request: Request, count: int) -> None:
+        size, first = self.manager.block_size, request.num_computed_tokens
+        self.copy()
+        tables = self.manager.tables([request])
+        for g, table in enumerate(tables):
+            for position in range(first, first + count):
+                block = int(table[0, position // size])
+                assert block != NO_BLOCK
+                self.slots[g][block * size + position % size] = self.written(request, position)
+        request.num_computed_tokens += count
+        self.manager.register(request)
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        salt=st.sampled_from([None, None, "a"]),
+    )
+    def admit(self, tokens: list[int], salt: str | None) -> None:
+        request = make_request(tokens, self.order, salt)
+        self.order += 1
+        match = self.manager.match_prefix(request)
+        assert match.num_tokens < request.num_tokens
+        no_promises = [0] * len(self.manager.groups)
+        if not self.manager.num_free_seats or not self.manager.can_admit(request, match, no_promises, 0):
+            return
+        self.manager.admit(request, match)
+        request.num_computed_tokens = match.num_tokens
+        request.state = RequestState.PREFILL
+        self.requests.append(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(1, MAX_CHUNK))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        count = min(count, request.num_uncomputed_tokens)
+        if count and self.manager.reserve(request, request.num_computed_tokens + count):
+            self.write(request, count)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def append(self, data: st.DataObject, token: int) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        if request.num_uncomputed_tokens == 0:
+            request.append_token(token)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.requests))
+        if parent.num_uncomputed_tokens or not self.manager.num_free_seats:
+            return
+        child = make_request(list(parent.token_ids), self.order, parent.cache_salt)
+        self.order += 1
+        self.manager.fork(parent, child)
+        self.requests.append(child)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        self.requests.remove(request)
+        self.manager.free(request, float(self.order))
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from([None, "a"]))
+    def pin(self, tokens: list[int], salt: str | None) -> None:
+        try:
+            self.manager.pin(tokens, salt)
+        except RequestRefused:
+            return
+        self.pins.append((tokens, salt))
+
+    @precondition(lambda self: getattr(self, "pins", None))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        tokens, salt = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.manager.unpin(tokens, salt)
+
+    @rule()
+    def flush(self) -> None:
+        self.manager.flush()
+
+    @rule(more=st.integers(1, 4))
+    def grow(self, more: int) -> None:
+        if self.manager.pools[0].num_blocks < 60:
+            self.manager.resize([pool.num_blocks + more for pool in self.manager.pools])
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check_integrity()
+
+    @invariant()
+    def every_visible_token_is_where_the_table_says(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.copy()
+        size = self.manager.block_size
+        for request in self.requests:
+            for g, table in enumerate(self.manager.tables([request])):
+                first = self.manager.groups[g].rule.first_visible(request.num_computed_tokens)
+                for position in range(first, request.num_computed_tokens):
+                    block = int(table[0, position // size])
+                    assert self.slots[g][block * size + position % size] == self.written(request, position)
+
+    def teardown(self) -> None:
+        if hasattr(self, "manager"):
+            for request in self.requests:
+                self.manager.free(request, 0.0)
+            for tokens, salt in self.pins:
+                self.manager.unpin(tokens, salt)
+            self.manager.check_integrity()
+            for pool in self.manager.pools:
+                assert pool.num_available == pool.num_blocks
+
+
+TestRandomOperations = BlockManagerMachine.TestCase
+TestRandomOperations.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.slow
+def test_books_agree_after_ten_thousand_random_operations():
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        BlockManagerMachine,
+        settings=settings(
+            max_examples=250, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def test_a_pin_outlives_a_longer_one_though_nothing_of_it_is_computed_yet():
+    manager = make_manager("full", 20)
+    manager.pin([1] * 4, None)
+    manager.pin([1] * 8, None)
+    manager.unpin([1] * 8, None)
+    request = make_request([1] * 9, 0)
+    start(manager, request)
+    compute(manager, request, 9)
+    manager.free(request, 0.0)
+    manager.check_integrity()
+    (pool,) = manager.pools
+    assert pool.num_pinned == 1
+    assert pool.num_available == pool.num_blocks - 1
+    manager.unpin([1] * 4, None)
+    assert pool.num_available == pool.num_blocks
+
+
+def test_a_pin_that_is_refused_leaves_a_shorter_one_in_place():
+    manager = make_manager("full", 6)
+    manager.pin([1] * 4, None)
+    with pytest.raises(RequestRefused, match="unpin another"):
+        manager.pin([1] * 20, None)
+    assert [node.tokens for node in manager.tree.nodes()] == [(1, 1, 1, 1)]
+    manager.check_integrity()
+
+
+def test_second_request_with_the_same_beginning_shares_its_full_blocks():
+    manager = make_manager("full", 20)
+    first, second = make_request([1] * 10, 0), make_request([1] * 9 + [2, 3], 1)
+    assert start(manager, first) == 0
+    compute(manager, first, 10)
+    assert start(manager, second) == 8
+    assert manager.tables([first])[0][0, :2].tolist() == manager.tables([second])[0][0, :2].tolist()
+
+
+def test_last_token_is_computed_even_when_the_whole_prompt_is_cached():
+    manager = make_manager("full", 20)
+    first = make_request([1] * 8, 0)
+    start(manager, first)
+    compute(manager, first, 8)
+    assert start(manager, make_request([1] * 8, 1)) == 4
+
+
+def test_salts_keep_prefixes_apart():
+    manager = make_manager("full", 20)
+    first = make_request([1] * 8, 0, salt="a")
+    start(manager, first)
+    compute(manager, first, 8)
+    assert start(manager, make_request([1] * 9, 1, salt="b")) == 0
+    assert start(manager, make_request([1] * 9, 2, salt="a")) == 8
+
+
+def test_window_group_needs_only_the_blocks_its_window_still_sees():
+    manager = make_manager("full and window", 20)
+    first = make_request([1] * 32, 0)
+    start(manager, first)
+    for _ in range(4):
+        compute(manager, first, 8)
+    # Position 24 sees the window 17..24: blocks 4 and 5 of the window group, and all of the full group.
+    match = manager.match_prefix(make_request([1] * 25, 1))
+    assert match.num_tokens == 24
+    assert [block != NO_BLOCK for block in match.blocks[1]] == [False] * 4 + [True] * 2
+    assert NO_BLOCK not in match.blocks[0]
+
+
+def test_hit_is_shortened_until_the_window_group_can_serve_it():
+    manager = make_manager("full and window", 12)
+    first = make_request([1] * 24, 0)
+    start(manager, first)
+    for _ in range(3):
+        compute(manager, first, 8)
+    manager.free(first, 0.0)
+    pool = manager.pools[1]
+    # Take the window group's blocks away one by one, longest unused first, until only two cached ones are left.
+    while pool.num_cached > 2:
+        pool.allocate()
+    match = manager.match_prefix(make_request([1] * 24, 1))
+    held = [node.blocks[1] is not None for node in match.nodes]
+    assert match.num_tokens == 4 * len(held)
+    assert all(held[manager.groups[1].rule.first_visible(match.num_tokens) // 4 :])
+
+
+def test_windowed_request_holds_a_bounded_number_of_blocks_however_long_it_gets():
+    manager = make_manager("full and window", 200)
+    request = make_request([1] * 400, 0)
+    start(manager, request)
+    most = 0
+    while request.num_uncomputed_tokens:
+        compute(manager, request, min(MAX_CHUNK, request.num_uncomputed_tokens))
+        most = max(most, sum(block != NO_BLOCK for block in manager.tables([request])[1][0].tolist()))
+    assert most <= manager.groups[1].blocks_for(400, 4, MAX_CHUNK) == 6
+
+
+def test_blocks_that_left_the_window_can_be_hit_by_others():
+    manager = make_manager("window", 40)
+    first = make_request([1] * 40, 0)
+    start(manager, first)
+    for _ in range(4):
+        compute(manager, first, 10)
+    assert start(manager, make_request([1] * 13, 1)) == 12
+
+
+def test_fork_copies_the_partial_block_once_and_only_when_written():
+    manager = make_manager("full", 20)
+    parent = make_request([1] * 6, 0)
+    start(manager, parent)
+    compute(manager, parent, 6)
+    child = make_request([1] * 6, 1)
+    manager.fork(parent, child)
+    assert manager.copies == [[]]
+    for request in (parent, child):
+        request.append_token(5)
+        assert manager.reserve(request, 7)
+    assert len(manager.copies[0]) == 1
+    tables = manager.tables([parent, child])[0]
+    assert tables[0, 0] == tables[1, 0]
+    assert tables[0, 1] != tables[1, 1]
+
+
+def test_tail_of_a_freed_request_is_evicted_before_its_beginning():
+    manager = make_manager("full", 6)
+    request = make_request([1] * 16, 0)
+    start(manager, request)
+    compute(manager, request, 10)
+    compute(manager, request, 6)
+    manager.free(request, 0.0)
+    pool = manager.pools[0]
+    assert (pool.num_cached, pool.num_free) == (4, 2)
+    for _ in range(4):
+        pool.allocate()
+    assert manager.match_prefix(make_request([1] * 16, 1)).num_tokens == 8
+
+
+def test_free_blocks_without_a_prefix_are_used_before_cached_ones():
+    manager = make_manager("full", 6)
+    request = make_request([1] * 6, 0)
+    start(manager, request)
+    compute(manager, request, 6)
+    manager.free(request, 0.0)
+    for _ in range(5):
+        manager.pools[0].allocate()
+    assert manager.match_prefix(make_request([1] * 6, 1)).num_tokens == 4
+
+
+def test_reserve_takes_nothing_when_one_group_is_short():
+    manager = make_manager("two windows", 3)
+    request = make_request([1] * 40, 0)
+    start(manager, request)
+    assert not manager.reserve(request, 16)
+    assert manager.num_held(request) == 0
+
+
+def test_integrity_check_notices_a_lost_block():
+    manager = make_manager("full", 6)
+    manager.pools[0]._free.pop()
+    with pytest.raises(IntegrityError, match="in 0 of the states"):
+        manager.check_integrity()
+
+
+def test_integrity_check_notices_two_writers_of_a_slot():
+    manager = make_manager("full", 20)
+    parent = make_request([1] * 6, 0)
+    start(manager, parent)
+    compute(manager, parent, 6)
+    child = make_request([1] * 6, 1)
+    manager.fork(parent, child)
+    manager._tables[child].capacity = 8
+    with pytest.raises(IntegrityError, match="another request holds too"):
+        manager.check_integrity()
+
+
+def test_evicting_policy_that_answers_nonsense_is_reported_and_overruled():
+    class Liar(Lru):
+        def evict(self) -> int:
+            return 10_000
+
+    errors = []
+    manager = make_manager("full", 4)
+    pool = manager.pools[0]
+    pool.policy, pool._on_policy_error = Liar(), lambda *args: errors.append(args)
+    request = make_request([1] * 12, 0)
+    start(manager, request)
+    compute(manager, request, 12)
+    manager.free(request, 0.0)
+    for _ in range(4):
+        pool.allocate()
+    assert len(errors) == 3
+    assert pool.num_evictions == 3
+
+
+def test_parent_is_not_evicted_before_its_descendants_whatever_the_policy_says():
+    class HeadFirst(Lru):
+        def evict(self) -> int:
+            return head
+
+    errors = []
+    manager = make_manager("full", 4)
+    pool = manager.pools[0]
+    pool.policy, pool._on_policy_error = HeadFirst(), lambda *args: errors.append(args)
+    request = make_request([1] * 16, 0)
+    start(manager, request)
+    compute(manager, request, 12)
+    compute(manager, request, 4)
+    head = manager._tables[request].blocks[0][0]
+    manager.free(request, 0.0)
+    pool.allocate()
+    assert "no block on offer" in errors[0][2]
+    assert manager.match_prefix(make_request([1] * 16, 1)).num_tokens == 12
+
+
+def test_policy_is_offered_a_prefix_from_its_end():
+    offered = []
+
+    class Recorder(Lru):
+        def add(self, block) -> None:
+            offered.append(block.depth)
+            super().add(block)
+
+    manager = make_manager("full", 3)
+    pool = manager.pools[0]
+    pool.policy = Recorder()
+    request = make_request([1] * 12, 0)
+    start(manager, request)
+    compute(manager, request, 12)
+    manager.free(request, 0.0)
+    assert offered == [2]
+    pool.allocate()
+    assert offered == [2, 1]
+    pool.allocate()
+    assert offered == [2, 1, 0]
+
+
+def test_tables_survive_random_traffic_of_many_requests():
+    rng = random.Random(0)
+    manager = make_manager("full, chunk and window", 30)
+    live: list[Request] = []
+    for order in range(300):
+        request = make_request([rng.randrange(3) for _ in range(rng.randint(1, 30))], order)
+        if manager.num_free_seats and manager.can_admit(request, manager.match_prefix(request), [0, 0, 0], 0):
+            start(manager, request)
+            live.append(request)
+        for r in list(live):
+            count = min(rng.randint(1, MAX_CHUNK), r.num_uncomputed_tokens)
+            if count and manager.reserve(r, r.num_computed_tokens + count):
+                r.num_computed_tokens += count
+                manager.register(r)
+            elif rng.random() < 0.3:
+                live.remove(r)
+                manager.free(r, float(order))
+        manager.check_integrity()
+    for r in live:
+        manager.free(r, 0.0)
+    assert all(pool.num_available == pool.num_blocks for pool in manager.pools)
+
+
+def test_pinned_prefix_survives_traffic_of_many_times_the_cache():
+    manager = make_manager("full", 12)
+    assert manager.pin([1] * 10, None) == 8
+    for order in range(40):
+        request = make_request([1] * 9 if order == 0 else [2 + order] * 30, order)
+        assert manager.can_admit(request, manager.match_prefix(request), [0], 0)
+        start(manager, request)
+        while request.num_uncomputed_tokens:
+            compute(manager, request, min(MAX_CHUNK, request.num_uncomputed_tokens))
+        manager.free(request, float(order))
+        manager.check_integrity()
+    assert manager.match_prefix(make_request([1] * 9, 99)).num_tokens == 8
+    assert manager.unpin([1] * 10, None)
+    assert not manager.unpin([1] * 10, None)
+    assert manager.pools[0].num_available == 12
+
+
+def test_pins_cannot_take_the_room_that_requests_need():
+    manager = make_manager("full", 12)
+    assert manager.shortage(48) is None
+    manager.pin([1] * 24, None)
+    with pytest.raises(RequestRefused, match="at most 6"):
+        manager.pin([2] * 4, None)
+    assert manager.shortage(24) is None
+    assert "6 of them pinned" in manager.shortage(25)
+
+
+def test_pin_outlives_a_flush():
+    manager = make_manager("full", 12)
+    manager.pin([1] * 8, None)
+    manager.flush()
+    for order, tokens in enumerate([[1] * 9, [2] * 40]):
+        request = make_request(tokens, order)
+        start(manager, request)
+        while request.num_uncomputed_tokens:
+            compute(manager, request, min(MAX_CHUNK, request.num_uncomputed_tokens))
+        manager.free(request, 0.0)
+    assert manager.match_prefix(make_request([1] * 9, 9)).num_tokens == 8
+
+
+def test_requests_together_free_what_they_share():
+    manager = make_manager("full", 20)
+    first = make_request([1] * 12, 0)
+    start(manager, first)
+    compute(manager, first, 12)
+    second = make_request([1] * 12, 1)
+    start(manager, second)
+    compute(manager, second, 4)
+    assert manager.freed_by([first]) == [1]
+    assert manager.freed_by([first, second]) == [manager.pools[0].num_owned]

@@ -1,0 +1,146 @@
+"""PolicyGuard checks answers one by one; tests/plugins/test_hostile.py shows what that comes to in an engine."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from paged_backend.plugins.fifo import Fifo
+from paged_backend.policies import SchedulingPolicy
+from paged_backend.policy.policy_guard import MAX_HOLD_S, PolicyGuard
+from paged_backend.request.request import Request, RequestState
+from paged_backend.sampling_params import SamplingParams
+
+
+def make_requests(count: int) -> list[Request]:
+    return [Request(str(n), [1, 2, 3], SamplingParams(), float(n), n) for n in range(count)]
+
+
+def guard_of(policy: SchedulingPolicy, requests=()) -> tuple[PolicyGuard, list[tuple[str, object]]]:
+    errors: list[tuple[str, object]] = []
+    guard = PolicyGuard(policy, lambda policy, method, error: errors.append((method, error)))
+    for request in requests:
+        guard.add(request, request.arrival_time)
+    return guard, errors
+
+
+def hostile(**methods) -> Fifo:
+    return type("Hostile", (Fifo,), methods)()
+
+
+def test_sound_answers_pass_as_they_are():
+    requests = make_requests(4)
+    guard, errors = guard_of(hostile(candidates=lambda self, now: [r.view for r in reversed(requests)]), requests)
+    assert list(guard.candidates(0.0)) == requests[::-1]
+    assert guard.waiting == requests
+    assert errors == []
+
+
+def test_sound_candidates_before_a_lie_keep_their_place():
+    requests = make_requests(4)
+    stranger = make_requests(9)[8]
+    answer = [requests[2].view, stranger.view, requests[3].view]
+    guard, errors = guard_of(hostile(candidates=lambda self, now: answer), requests)
+    assert [r.order for r in guard.candidates(0.0)] == [2, 0, 1, 3]
+    assert errors[0][0] == "candidates"
+    assert "does not wait" in errors[0][1]
+
+
+def test_requests_a_policy_failed_to_take_in_go_first():
+    requests = make_requests(3)
+
+    def add(self, request, now):
+        if request.order == 2:
+            raise ValueError("no")
+        Fifo.add(self, request, now)
+
+    guard, errors = guard_of(hostile(add=add), requests)
+    assert [r.order for r in guard.candidates(0.0)] == [2, 0, 1]
+    guard.remove(requests[2])
+    assert [method for method, _ in errors] == ["add"]
+
+
+def test_requests_held_back_on_purpose_are_not_forced():
+    requests = make_requests(3)
+    guard, errors = guard_of(hostile(candidates=lambda self, now: [requests[1].view]), requests)
+    assert list(guard.candidates(0.0)) == [requests[1]]
+    assert errors == []
+
+
+def test_policy_is_closed_when_the_engine_has_enough():
+    closed = []
+
+    def candidates(self, now):
+        try:
+            yield from Fifo.candidates(self, now)
+        finally:
+            closed.append(now)
+
+    requests = make_requests(3)
+    guard, _ = guard_of(hostile(candidates=candidates), requests)
+    with closing(guard.candidates(5.0)) as some:
+        next(some)
+    assert closed == [5.0]
+
+
+def test_prefills_left_out_of_a_ranking_come_last():
+    requests = make_requests(4)
+    guard, errors = guard_of(hostile(rank_prefills=lambda self, some, now: some[2:]))
+    assert [r.order for r in guard.rank_prefills(requests, 0.0)] == [2, 3, 0, 1]
+    assert errors == []
+
+
+def test_policy_that_does_not_rank_or_listen_is_not_asked():
+    guard, errors = guard_of(Fifo())
+    assert not guard.ranks_prefills
+    assert not guard.can_preempt
+    guard.on_tokens([(request, 1) for request in make_requests(3)], 0.0)
+    guard.on_step(1, 2, 0.5)
+    assert guard.doomed(0.0) == []
+    assert errors == []
+
+
+def test_methods_set_on_the_object_are_asked_too():
+    policy, heard = Fifo(), []
+    policy.on_finished = lambda request, now: heard.append(request.order)
+    guard, _ = guard_of(policy)
+    guard.on_finished(make_requests(1)[0], 0.0)
+    assert heard == [0]
+
+
+def test_hold_is_bounded_in_all():
+    guard, errors = guard_of(hostile(next_wakeup=lambda self, now: now + MAX_HOLD_S), make_requests(1))
+    assert guard.hold_until(100.0) == 100.0 + MAX_HOLD_S
+    assert guard.hold_until(101.0) is None
+    assert errors[0][0] == "next_wakeup"
+
+
+def test_hold_begins_anew_once_somebody_has_left():
+    requests = make_requests(2)
+    guard, errors = guard_of(hostile(next_wakeup=lambda self, now: now + MAX_HOLD_S), requests)
+    guard.hold_until(100.0)
+    guard.remove(requests[0])
+    assert guard.hold_until(500.0) == 500.0 + MAX_HOLD_S
+    assert errors == []
+
+
+def test_view_shows_everything_and_changes_nothing():
+    (request,) = make_requests(1)
+    view = request.view
+    assert view is request.view
+    assert (view.order, view.num_tokens, view.is_waiting, view.finish_reason) == (0, 3, True, None)
+    request.append_token(7)
+    request.state = RequestState.DECODE
+    assert view.token_ids == (1, 2, 3, 7)
+    assert view.is_decoding
+    with pytest.raises(AttributeError, match="read requests"):
+        view.priority = 5
+    with pytest.raises(AttributeError):
+        view.token_ids.append(1)
+
+
+def test_view_hands_out_no_params_that_can_be_changed():
+    request = Request("0", [1], SamplingParams(logit_bias={3: 1.0}), 0.0, 0)
+    request.view.params.logit_bias[3] = 99.0
+    assert request.params.logit_bias == {3: 1.0}
