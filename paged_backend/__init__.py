@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from paged_backend.integrations.huggingface.patches import release as release
     from paged_backend.integrations.huggingface.patches import uninstall as uninstall
     from paged_backend.integrations.huggingface.streamer import BatchStreamer as BatchStreamer
+    from paged_backend.outputs import RequestOutput as RequestOutput
     from paged_backend.request.lockstep import Lockstep as Lockstep
-    from paged_backend.request.request import RequestOutput as RequestOutput
     from paged_backend.sampling.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
     from paged_backend.sampling.detokenizer import tokenizer_lock as tokenizer_lock
     from paged_backend.sampling_params import SamplingParams as SamplingParams
@@ -38,7 +38,7 @@ _HOMES = {
     "IncrementalDetokenizer": "paged_backend.sampling.detokenizer",
     "Lockstep": "paged_backend.request.lockstep",
     "PagedCache": "paged_backend.integrations.huggingface.paged_cache",
-    "RequestOutput": "paged_backend.request.request",
+    "RequestOutput": "paged_backend.outputs",
     "SamplingParams": "paged_backend.sampling_params",
     "SharedEngine": "paged_backend.service.shared_engine",
     "hookimpl": "paged_backend.hookspecs",

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from paged_backend.checks import checked_flag, checked_int, describe
 from paged_backend.errors import ConfigError
-from paged_backend.policy.policy_errors import describe
 
 KV_DTYPES = {
     "auto": None,
@@ -94,7 +94,7 @@ class EngineConfig:
         for name, (low, high) in _COUNTS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                object.__setattr__(self, name, _checked_int(name, value, low, high))
+                object.__setattr__(self, name, checked_int(name, value, low, high))
         if isinstance(self.block_size, Integral):
             object.__setattr__(self, "block_size", check_block_size(self.block_size))
         elif not isinstance(self.block_size, str) and not callable(self.block_size):
@@ -115,7 +115,7 @@ class EngineConfig:
                 "they are; use optimize='auto', or quantize=None"
             )
         for name in ("enable_prefix_caching", "strict_policies"):
-            _require_bool(name, getattr(self, name))
+            checked_flag(name, getattr(self, name))
         if not isinstance(self.attention_backend, str):
             raise ConfigError(
                 f"attention_backend must be a name such as 'auto', got {describe(self.attention_backend)}"
@@ -171,18 +171,7 @@ def parse_memory(value: Any) -> int | float:
 
 def check_block_size(value: Any, source: str = "block_size") -> int:
     """The value if it is a usable number of tokens per block, else ConfigError naming ``source``."""
-    return _checked_int(source, value, 1, MAX_BLOCK_SIZE)
-
-
-def _checked_int(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise ConfigError(f"{name} must be an int from {low} to {high}, got {describe(value)}")
-    return int(value)
-
-
-def _require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be True or False, got {describe(value)}")
+    return checked_int(source, value, 1, MAX_BLOCK_SIZE)
 
 
 def _checked_swaps(value: Any) -> tuple[str, ...]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from paged_backend.request.request import RequestOutput
+from paged_backend.outputs import RequestOutput
 
 
 class PagedBackendError(Exception):

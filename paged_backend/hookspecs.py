@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
 if TYPE_CHECKING:
-    from paged_backend.engine.engine import Engine
-    from paged_backend.request.request import RequestOutput
+    from paged_backend.outputs import RequestOutput
     from paged_backend.request.view import RequestView
     from paged_backend.stats import EngineStats, StepStats
 
@@ -20,6 +19,13 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 Register = Callable[[str, Any], None]
+
+
+class ObservedEngine(Protocol):
+    """The engine as its listeners know it."""
+
+    def stats(self) -> EngineStats:
+        """Numbers since it started, and the memory as it is now; until it closes."""
 
 
 @hookspec
@@ -62,7 +68,7 @@ def admit_request(request: RequestView, stats: EngineStats) -> bool | str | None
 
 
 @hookspec
-def engine_started(engine: Engine) -> None:
+def engine_started(engine: ObservedEngine) -> None:
     """The engine is built: model proven, cache sized. Once per engine.
 
     Keep ``engine`` to read ``engine.stats()`` until it is closed; what changes it is refused inside of its own calls.
@@ -90,5 +96,5 @@ def step_finished(stats: StepStats) -> None:
 
 
 @hookspec
-def engine_stopped(engine: Engine) -> None:
+def engine_stopped(engine: ObservedEngine) -> None:
     """The engine was closed; its cache is gone."""

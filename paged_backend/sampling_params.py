@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
 
+from paged_backend.checks import checked_flag, checked_int, checked_number, describe
 from paged_backend.errors import ConfigError, RequestRefused
 
 LogitsProcessor = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -110,9 +110,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _INTS.items():
             if getattr(self, name) is not None or name not in _OPTIONAL:
-                self._replace(name, _checked_int(name, getattr(self, name), low, high))
+                self._replace(name, checked_int(name, getattr(self, name), low, high))
         for name, (least, most) in _FLOATS.items():
-            self._replace(name, _checked_float(name, getattr(self, name), least, most))
+            self._replace(name, checked_number(name, getattr(self, name), least, most))
         if 0 < self.temperature < MIN_FACTOR:
             raise ConfigError(f"temperature must be 0 for greedy or at least {MIN_FACTOR}, got {self.temperature}")
         if self.top_p == 0:
@@ -120,8 +120,7 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it")
         for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            checked_flag(name, getattr(self, name))
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(
                 f"logprobs_mode={self.logprobs_mode!r} is unknown; choose from {', '.join(LOGPROBS_MODES)}"
@@ -135,7 +134,7 @@ class SamplingParams:
             self._replace("json_schema", _checked_schema(self.json_schema))
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} must be a text or None, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be a text or None, got {describe(getattr(self, name))}")
         if sum(value is not None for value in (self.json_schema, self.regex, self.grammar)) > 1:
             raise ConfigError("json_schema, regex and grammar exclude each other; give one of them")
         if self.is_constrained and self.ignore_eos:
@@ -195,37 +194,25 @@ class SamplingParams:
             raise RequestRefused(f"logprobs={self.logprobs} is more than the vocabulary's {vocab_size} tokens")
 
 
-def _checked_int(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise ConfigError(f"{name} must be an int from {low} to {high}, got {value!r}")
-    return int(value)
-
-
-def _checked_float(name: str, value: Any, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
-    return float(value)
-
-
 def _as_tuple(name: str, value: Any, of: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-        raise ConfigError(f"{name} must be a sequence of {of}, got {value!r}")
+        raise ConfigError(f"{name} must be a sequence of {of}, got {describe(value)}")
     return tuple(value)
 
 
 def _checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(
-        _checked_int(f"a token id of {name}", token, 0, MAX_COUNT) for token in _as_tuple(name, value, "token ids")
+        checked_int(f"a token id of {name}", token, 0, MAX_COUNT) for token in _as_tuple(name, value, "token ids")
     )
 
 
 def _checked_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"logit_bias must map token ids to numbers, got {value!r}")
+        raise ConfigError(f"logit_bias must map token ids to numbers, got {describe(value)}")
     return {
-        token: -math.inf if bias == -math.inf else _checked_float(f"logit_bias[{token}]", bias, -MAX_FACTOR, MAX_FACTOR)
+        token: -math.inf if bias == -math.inf else checked_number(f"logit_bias[{token}]", bias, -MAX_FACTOR, MAX_FACTOR)
         for token, bias in zip(_checked_token_ids("logit_bias", value.keys()), value.values(), strict=True)
     }
 
@@ -237,9 +224,9 @@ def _checked_schema(value: Any) -> dict[str, Any]:
         # A copy that shares nothing with its owner's.
         schema = json.loads(value if isinstance(value, str) else json.dumps(value))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"json_schema must be a JSON schema, got {value!r:.200}: {error}") from error
+        raise ConfigError(f"json_schema must be a JSON schema, got {describe(value)}: {error}") from error
     if not isinstance(schema, dict):
-        raise ConfigError(f"json_schema must be a mapping, its JSON text or a pydantic class, got {value!r:.200}")
+        raise ConfigError(f"json_schema must be a mapping, its JSON text or a pydantic class, got {describe(value)}")
     return schema
 
 
@@ -248,7 +235,7 @@ def _checked_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     for word in _as_tuple("bad_words", value, "texts or sequences of token ids"):
         checked = word if isinstance(word, str) else _checked_token_ids("bad_words", word)
         if not (checked.strip() if isinstance(checked, str) else checked):
-            raise ConfigError(f"bad_words must not hold an empty one, got {word!r}")
+            raise ConfigError(f"bad_words must not hold an empty one, got {describe(word)}")
         words.append(checked)
     return tuple(words)
 
@@ -257,5 +244,5 @@ def _checked_stop(value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else _as_tuple("stop", value, "texts")
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise ConfigError(f"stop must be a text or a sequence of texts, none of them empty, got {text!r}")
+            raise ConfigError(f"stop must be a text or a sequence of texts, none of them empty, got {describe(text)}")
     return texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from itertools import islice
 
-from paged_backend.plugins.options import checked_count, checked_number
+from paged_backend.checks import checked_int, checked_number
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule
 from paged_backend.policies import KeyedPolicy, RequestView
 
@@ -21,7 +21,7 @@ class Static(ChoosesVictim, KeyedPolicy):
 
     def __init__(self, batch: int = 8, victim: str | VictimRule = "newest") -> None:
         super().__init__(victim)
-        self.batch = checked_count("batch", batch, 1)
+        self.batch = checked_int("batch", batch, 1)
         self._chosen: list[RequestView] = []
         self._unfinished: list[RequestView] = []
 

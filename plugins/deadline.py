@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from fractions import Fraction
 
+from paged_backend.checks import checked_flag, checked_number
 from paged_backend.plugins.length_prediction import Predictor
-from paged_backend.plugins.options import checked_flag, checked_number
 from paged_backend.plugins.service_time import LatestStarts, StepCost
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule, due, latest_deadline
 from paged_backend.policies import LazyHeap, RequestView

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from paged_backend.checks import checked_number
 from paged_backend.hookspecs import hookimpl
-from paged_backend.plugins.options import checked_number
 from paged_backend.policies import CachedBlock, EvictionPolicy, KeyedEviction, LazyHeap
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any
 
+from paged_backend.checks import checked_amount
 from paged_backend.errors import ConfigError
-from paged_backend.plugins.options import checked_amount
 from paged_backend.plugins.token_counters import TokenCounters
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule
 from paged_backend.policies import LazyHeap, RequestView

@@ -6,8 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from paged_backend.checks import checked_int, checked_number
 from paged_backend.errors import ConfigError
-from paged_backend.plugins.options import checked_count, checked_number
 from paged_backend.policies import RequestView
 
 MAX_CLIENTS = 4096
@@ -41,7 +41,7 @@ class RunningQuantile:
 
     def __init__(self, quantile: float = 0.5, window: int = 64) -> None:
         self.quantile = checked_number("quantile", quantile, 0, 1)
-        self.window = checked_count("window", window, 1)
+        self.window = checked_int("window", window, 1)
         self._lengths: OrderedDict[str | None, deque[int]] = OrderedDict()
 
     def __call__(self, request: RequestView) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from paged_backend.checks import checked_amount, checked_int
 from paged_backend.errors import ConfigError
 from paged_backend.hookspecs import hookimpl
-from paged_backend.plugins.options import checked_amount, checked_count
+from paged_backend.outputs import RequestOutput
 from paged_backend.policies import RequestView
-from paged_backend.request.request import RequestOutput
 from paged_backend.stats import EngineStats, StepStats
 
 # Seconds. From a small model on a GPU to a long prompt on a laptop.
@@ -23,7 +23,7 @@ class StepLog:
     """
 
     def __init__(self, every: int = 1, console: Any = None) -> None:
-        self.every = checked_count("every", every, 1)
+        self.every = checked_int("every", every, 1)
         try:
             from rich.console import Console
         except ImportError as error:

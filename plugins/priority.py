@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paged_backend.plugins.options import checked_amount, checked_flag
+from paged_backend.checks import checked_amount, checked_flag
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule, lowest_priority
 from paged_backend.policies import KeyedPolicy, RequestView
 

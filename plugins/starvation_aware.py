@@ -7,8 +7,8 @@ from bisect import bisect_left, insort
 from collections.abc import Generator
 from contextlib import closing
 
+from paged_backend.checks import checked_int, checked_number
 from paged_backend.plugins.length_prediction import Predictor, RemainingTokens
-from paged_backend.plugins.options import checked_count, checked_number
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule
 from paged_backend.policies import KeyedPolicy, RequestView
 
@@ -37,7 +37,7 @@ class StarvationAware(ChoosesVictim, KeyedPolicy):
         victim: str | VictimRule = "newest",
     ) -> None:
         super().__init__(victim)
-        self.max_overtakes = checked_count("max_overtakes", max_overtakes, 0)
+        self.max_overtakes = checked_int("max_overtakes", max_overtakes, 0)
         self.max_wait_s = checked_number("max_wait_s", max_wait_s, 0, math.inf)
         self._remaining = RemainingTokens(predict)
         # Orders of those that wait, ascending, with their requests. A start adds 1 to the nearest earlier order, and

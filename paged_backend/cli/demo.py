@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import paged_backend
 from paged_backend.engine.engine import Engine
 from paged_backend.hookspecs import hookimpl
-from paged_backend.request.request import Request, RequestOutput
+from paged_backend.outputs import RequestOutput
+from paged_backend.request.request import Request
 from paged_backend.stats import StepStats
 
 Inputs = dict[str, torch.Tensor]

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 from tqdm import tqdm
 
+from paged_backend.checks import describe
 from paged_backend.config import EngineConfig
 from paged_backend.engine.exclusive import Exclusive, alone
 from paged_backend.engine.intake import Intake, Params, Prompt, admit_by_hook, as_prompts, check_model, check_tokenizer
@@ -19,6 +20,8 @@ from paged_backend.engine.model_loader import ModelLoader
 from paged_backend.engine.request_table import RequestTable
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.engine.served_model import ServedModel
+from paged_backend.engine.stats_recorder import StatsRecorder
+from paged_backend.engine.stopwatch import Stopwatch
 from paged_backend.errors import ConfigError, PluginError, QueueFull
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.memory.memory_report import explain_memory
@@ -26,15 +29,16 @@ from paged_backend.memory.pins import PrefixPins
 from paged_backend.model.pretrained import load_pretrained
 from paged_backend.model.runner import ModelRunner
 from paged_backend.model.twin import Twin
+from paged_backend.outputs import RequestOutput
 from paged_backend.policy.plugin_manager import PluginManager
-from paged_backend.policy.policy_errors import PolicyErrors, describe
+from paged_backend.policy.policy_errors import PolicyErrors
 from paged_backend.policy.policy_guard import PolicyGuard
-from paged_backend.request.lockstep import HeldRows
 from paged_backend.request.options import RequestOptions, check_text
-from paged_backend.request.request import Request, RequestOutput
+from paged_backend.request.request import Request
+from paged_backend.sampling.held_rows import HeldRows
 from paged_backend.sampling.sampler import Sampler
 from paged_backend.sampling.stopping import eos_token_ids_of
-from paged_backend.stats import EngineStats, StatsRecorder, Stopwatch
+from paged_backend.stats import EngineStats
 
 
 class Engine(Exclusive):

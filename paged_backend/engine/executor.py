@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from paged_backend.engine.scheduler import ScheduledStep
+from paged_backend.engine.stopwatch import Stopwatch
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.model.batch import Batch, build_batch
 from paged_backend.model.runner import ModelRunner
 from paged_backend.request.request import Request
-from paged_backend.stats import Stopwatch
 
 
 class Executor:

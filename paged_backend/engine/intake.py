@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from paged_backend.checks import describe
 from paged_backend.engine.model_loader import ModelLoader
 from paged_backend.engine.request_table import RequestTable
 from paged_backend.errors import ConfigError, ContextOverflow, RequestRefused
 from paged_backend.policy.plugin_manager import PluginManager
-from paged_backend.policy.policy_errors import ErrorHandler, describe
+from paged_backend.policy.policy_errors import ErrorHandler
 from paged_backend.request.options import request_fields
 from paged_backend.request.request import Request
 from paged_backend.sampling.detokenizer import tokenizer_lock

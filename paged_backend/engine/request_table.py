@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paged_backend.engine.scheduler import ScheduledStep, Scheduler
 from paged_backend.errors import RequestRefused, contained
+from paged_backend.outputs import FinishReason, RequestOutput
 from paged_backend.policy.plugin_manager import PluginManager
 from paged_backend.policy.policy_errors import PolicyErrors
-from paged_backend.request.request import FinishReason, Request, RequestOutput
+from paged_backend.request.request import Request
 from paged_backend.sampling.sampler import Sampled
 from paged_backend.sampling.stopping import finish_reason
 

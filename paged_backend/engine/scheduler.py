@@ -7,8 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from paged_backend.memory.block_manager import BlockManager, PrefixMatch
+from paged_backend.outputs import FinishReason
 from paged_backend.policy.policy_guard import PolicyGuard
-from paged_backend.request.request import FinishReason, Request, RequestState
+from paged_backend.request.request import Request
+from paged_backend.request.state import RequestState
 
 
 @dataclass

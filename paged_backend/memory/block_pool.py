@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NoReturn
 
+from paged_backend.checks import describe
 from paged_backend.errors import IntegrityError
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
 from paged_backend.policies import CachedBlock, EvictionPolicy
-from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask, describe
+from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask
 
 
 class BlockPool:

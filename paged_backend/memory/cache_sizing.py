@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from paged_backend.checks import describe
 from paged_backend.config import EngineConfig, parse_memory
 from paged_backend.errors import ConfigError
 from paged_backend.memory.kv_cache import KVGroup
-from paged_backend.policy.policy_errors import describe
 
 DEFAULT_BUDGET = 2 * 2**30
 # The length that the groups' shares of a budget are balanced for: at most this many tokens.

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from paged_backend.checks import describe
 from paged_backend.errors import ConfigError, ModelNotFound, PagedBackendError
-from paged_backend.policy.policy_errors import describe
 
 # What a tokenizer is loaded with too.
 _SHARED = ("gguf_file", "revision", "token", "trust_remote_code", "subfolder", "cache_dir", "local_files_only")

@@ -14,10 +14,11 @@ from typing import Any
 import pluggy
 
 from paged_backend import hookspecs
+from paged_backend.checks import describe
 from paged_backend.config import check_block_size
 from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
 from paged_backend.policies import BlockSizeRule, EvictionPolicy, SchedulingPolicy
-from paged_backend.policy.policy_errors import FAILED, ErrorHandler, call, describe, name_of
+from paged_backend.policy.policy_errors import FAILED, ErrorHandler, call, name_of
 
 BUILT_IN = (
     "paged_backend.plugins.schedulers",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from time import perf_counter, thread_time
 from typing import Any
 
+from paged_backend.checks import describe
 from paged_backend.errors import PluginError
 
 logger = logging.getLogger("paged_backend")
@@ -17,7 +18,6 @@ logger = logging.getLogger("paged_backend")
 SLOW_S = 0.1
 # Wall seconds that it may take, computing or waiting. A busy machine keeps a thread waiting for less.
 BLOCKED_S = 1.0
-MAX_REPR = 200
 
 ErrorHandler = Callable[[object, str, "BaseException | str"], None]
 
@@ -109,14 +109,3 @@ def name_of(policy: object) -> str:
         return policy
     named = policy if inspect.isclass(policy) or inspect.isroutine(policy) else type(policy)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def describe(value: object) -> str:
-    """``repr`` for messages: short, and of anything."""
-    try:
-        text = repr(value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        text = object.__repr__(value)
-    return text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}..."

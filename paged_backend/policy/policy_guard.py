@@ -7,8 +7,9 @@ from collections.abc import Generator, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+from paged_backend.checks import describe
 from paged_backend.policies import RequestView, SchedulingPolicy
-from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask, call, describe, moment, report_if_slow
+from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask, call, moment, report_if_slow
 from paged_backend.request.request import Request
 
 # Longer than this nobody is held back while nothing runs, whatever the policy says.

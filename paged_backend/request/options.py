@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
 from typing import Any, TypedDict
 
 from torch import Tensor
 
-from paged_backend.errors import RequestRefused
-from paged_backend.policy.policy_errors import describe
+from paged_backend.checks import as_number, checked_int, describe
+from paged_backend.errors import ConfigError, RequestRefused
 from paged_backend.request.lockstep import Lockstep
 from paged_backend.request.request import Request
 
@@ -63,13 +62,10 @@ def request_fields(options: Mapping[str, Any], now: float) -> dict[str, Any]:
     for name in ("request_id", "client_id", "cache_salt"):
         if fields.get(name) is not None:
             check_text(name, fields[name])
-    priority = fields.get("priority", 0)
-    if isinstance(priority, bool) or not isinstance(priority, Integral) or abs(int(priority)) > MAX_PRIORITY:
-        raise RequestRefused(
-            f"priority must be an int from {-MAX_PRIORITY} to {MAX_PRIORITY}, the smallest of which goes first, "
-            f"got {describe(priority)}"
-        )
-    fields["priority"] = int(priority)
+    try:
+        fields["priority"] = checked_int("priority", fields.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
+    except ConfigError as error:
+        raise RequestRefused(f"{error}; the smallest goes first") from None
     condition = fields.get("stop_condition")
     if condition is not None and not callable(condition):
         raise RequestRefused(f"stop_condition must be called with a Request, or be None, got {describe(condition)}")
@@ -91,10 +87,7 @@ def _moment(now: float, name: str, seconds: Any) -> float | None:
     """The time ``seconds`` from now, or None; RequestRefused unless it is a positive finite number."""
     if seconds is None:
         return None
-    try:
-        number = math.nan if isinstance(seconds, bool) or not isinstance(seconds, Real) else float(seconds)
-    except OverflowError:
-        number = math.inf
+    number = as_number(seconds)
     if not 0 < number < math.inf:
         raise RequestRefused(f"{name} must be a positive number of seconds or None, got {describe(seconds)}")
     return now + number

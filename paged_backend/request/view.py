@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from paged_backend.request.request import FinishReason, Request, RequestState
-    from paged_backend.sampling_params import SamplingParams
+from paged_backend.outputs import FinishReason
+from paged_backend.request.state import RequestState
+from paged_backend.sampling_params import SamplingParams
 
 
 def _read(name: str) -> Any:
@@ -28,7 +28,8 @@ class RequestView:
     """
 
     __slots__ = ("_request",)
-    _request: Request
+    # The Request, whose module knows this one.
+    _request: Any
 
     request_id: str = _read("request_id")
     order: int = _read("order")
@@ -58,13 +59,13 @@ class RequestView:
     last_scheduled_time: float | None = _read("last_scheduled_time")
     overtaken: int = _read("overtaken")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Any) -> None:
         object.__setattr__(self, "_request", request)
 
     @property
     def params(self) -> SamplingParams:
         """How its tokens are chosen."""
-        params = self._request.params
+        params: SamplingParams = self._request.params
         # The one field of it that could be changed in place.
         return params if params.logit_bias is None else replace(params)
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from paged_backend.errors import SamplingFailed, contained
+from paged_backend.request.request import Request
 from paged_backend.sampling.detokenizer import tokenizer_lock
 from paged_backend.sampling.sampling_state import SamplingState, SeenTokens
 from paged_backend.sampling.structured import Constraint
-
-if TYPE_CHECKING:
-    from paged_backend.request.request import Request
-    from paged_backend.sampling_params import LogitsProcessor
+from paged_backend.sampling_params import LogitsProcessor
 
 
 class LogitsProcessing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,11 @@ from torch import Tensor
 from paged_backend.errors import SamplingFailed
 from paged_backend.kernels import first_argmax
 from paged_backend.request.lockstep import Lockstep
+from paged_backend.request.request import Request
 from paged_backend.sampling.distribution import take_rows, warp
 from paged_backend.sampling.logits_processing import LogitsProcessing
 from paged_backend.sampling.random_stream import stream_key, uniform
 from paged_backend.sampling.sampling_state import SamplingState
-
-if TYPE_CHECKING:
-    from paged_backend.request.request import Request
 
 # Rows are processed in groups of about this many logits: 8 MiB in float32, which a CPU's cache holds.
 _CPU_GROUP, _GPU_GROUP = 2**21, 2**26

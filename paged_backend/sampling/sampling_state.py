@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from paged_backend.request.request import Request
-    from paged_backend.sampling.stopping import StopStrings
-    from paged_backend.sampling.structured import Constraint
-    from paged_backend.sampling_params import LogitsProcessor
+from paged_backend.request.request import Request
+from paged_backend.sampling.stop_strings import StopStrings
+from paged_backend.sampling.structured import Constraint
+from paged_backend.sampling_params import LogitsProcessor
 
 
 class SamplingState:

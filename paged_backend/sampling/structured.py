@@ -6,7 +6,7 @@ import json
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +14,7 @@ from torch import Tensor
 
 from paged_backend.errors import RequestRefused, SamplingFailed
 from paged_backend.sampling.detokenizer import tokenizer_lock
-
-if TYPE_CHECKING:
-    from paged_backend.sampling_params import SamplingParams
+from paged_backend.sampling_params import SamplingParams
 
 # As json.dumps writes it, which is how chat templates show JSON to a model. Free white space would let a model that has
 # nothing to say write it for ever.

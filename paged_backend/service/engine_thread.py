@@ -17,7 +17,8 @@ import torch
 
 from paged_backend.engine.engine import Engine
 from paged_backend.errors import EngineBusy, EngineClosed, EngineFailed, RequestRefused
-from paged_backend.request.request import Request, RequestOutput
+from paged_backend.outputs import RequestOutput
+from paged_backend.request.request import Request
 from paged_backend.service.ticket import Ticket, Wakes
 
 logger = logging.getLogger("paged_backend")

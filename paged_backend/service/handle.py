@@ -6,15 +6,13 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paged_backend.checks import describe
 from paged_backend.errors import ConfigError, RequestFailed
-from paged_backend.policy.policy_errors import describe
+from paged_backend.outputs import FinishReason, RequestOutput
 from paged_backend.sampling.detokenizer import IncrementalDetokenizer
 from paged_backend.service.ticket import Ticket, await_until, call_at_end, sleep_until
-
-if TYPE_CHECKING:
-    from paged_backend.request.request import FinishReason, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)

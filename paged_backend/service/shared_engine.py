@@ -11,7 +11,7 @@ from typing import Any
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.intake import sampling_params
 from paged_backend.errors import ConfigError, EngineBusy, EngineClosed
-from paged_backend.request.request import RequestOutput
+from paged_backend.outputs import RequestOutput
 
 logger = logging.getLogger("paged_backend")
 

@@ -8,18 +8,27 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from paged_backend.errors import DeadlineExceeded, EngineClosed
-
-if TYPE_CHECKING:
-    from paged_backend.request.request import Request, RequestOutput
-    from paged_backend.service.engine_thread import EngineThread
+from paged_backend.outputs import RequestOutput
+from paged_backend.request.request import Request
 
 logger = logging.getLogger("paged_backend")
 
 # Who is to be told: a task by its future, anything else by a call.
 Waiter = Callable[[], object] | asyncio.Future[None]
+
+
+class Runner(Protocol):
+    """The engine's thread as its tickets know it."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs inside this thread."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request before the next step; takes no lock."""
 
 
 class Ticket:
@@ -29,7 +38,7 @@ class Ticket:
     news before it collects the waiters, so that one of them always sees the other.
     """
 
-    def __init__(self, request: Request, engine_thread: EngineThread, tokenizer: Any) -> None:
+    def __init__(self, request: Request, engine_thread: Runner, tokenizer: Any) -> None:
         self.engine_thread = engine_thread
         self.tokenizer = tokenizer
         self.stop = request.params.stop

@@ -14,7 +14,8 @@ from paged_backend.memory.block_manager import NO_BLOCK, BlockManager
 from paged_backend.memory.kv_cache import KVGroup
 from paged_backend.memory.mask_rule import FULL, MaskRule
 from paged_backend.plugins.eviction import Lru
-from paged_backend.request.request import Request, RequestState
+from paged_backend.request.request import Request
+from paged_backend.request.state import RequestState
 from paged_backend.sampling_params import SamplingParams
 
 LAYOUTS = {

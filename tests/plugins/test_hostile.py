@@ -20,7 +20,7 @@ from paged_backend.plugins.eviction import Lru
 from paged_backend.plugins.fifo import Fifo
 from paged_backend.policies import RequestView, SchedulingPolicy
 from paged_backend.policy.policy_errors import BLOCKED_S, SLOW_S
-from paged_backend.request.request import RequestState
+from paged_backend.request.state import RequestState
 
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 # Few seats, few blocks and short chunks, so that requests wait, are preempted, and cached blocks are dropped.

@@ -9,7 +9,8 @@ import pytest
 from paged_backend.plugins.fifo import Fifo
 from paged_backend.policies import SchedulingPolicy
 from paged_backend.policy.policy_guard import MAX_HOLD_S, PolicyGuard
-from paged_backend.request.request import Request, RequestState
+from paged_backend.request.request import Request
+from paged_backend.request.state import RequestState
 from paged_backend.sampling_params import SamplingParams
 
 
