@@ -8,12 +8,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 from tqdm import tqdm
 
 from paged_backend.checks import describe
 from paged_backend.config import EngineConfig
+from paged_backend.engine.choices import choose
 from paged_backend.engine.exclusive import Exclusive, alone
 from paged_backend.engine.intake import Intake, Params, Prompt, admit_by_hook, as_prompts, check_model, check_tokenizer
 from paged_backend.engine.model_loader import ModelLoader
@@ -25,7 +27,6 @@ from paged_backend.engine.stopwatch import Stopwatch
 from paged_backend.errors import ConfigError, PluginError, QueueFull
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.memory.memory_report import explain_memory
-from paged_backend.memory.pins import PrefixPins
 from paged_backend.model.pretrained import load_pretrained
 from paged_backend.model.runner import ModelRunner
 from paged_backend.model.twin import Twin
@@ -33,7 +34,7 @@ from paged_backend.outputs import RequestOutput
 from paged_backend.policy.plugin_manager import PluginManager
 from paged_backend.policy.policy_errors import PolicyErrors
 from paged_backend.policy.policy_guard import PolicyGuard
-from paged_backend.request.options import RequestOptions, check_text
+from paged_backend.request.options import RequestOptions, check_salt, check_text
 from paged_backend.request.request import Request
 from paged_backend.sampling.held_rows import HeldRows
 from paged_backend.sampling.sampler import Sampler
@@ -87,17 +88,22 @@ class Engine(Exclusive):
         self._kept_model: Any = None
         self._plugins = PluginManager(plugins)
         self._policy_errors = PolicyErrors(self.config.strict_policies)
-        policy = self._plugins.scheduler(self.config.scheduler, self.config.scheduler_options)
-        self._loader = ModelLoader(model, self.config, self._plugins, self._policy_errors, clock, elastic=elastic)
-        guard = PolicyGuard(policy, self._policy_errors)
+        # What is named wrongly is told before the model is copied and proven.
+        choices = choose(self.config, self._plugins)
+        elastic = elastic and self.config.kv_cache_memory is None
+        self._loader = ModelLoader(
+            model,
+            partial(
+                ServedModel, config=self.config, choices=choices, policy_errors=self._policy_errors, elastic=elastic
+            ),
+        )
+        guard = PolicyGuard(choices.scheduler, self._policy_errors)
         self.scheduler = Scheduler(self.blocks, guard, self.config.max_num_batched_tokens)
         self.eos_token_ids = eos_token_ids_of(model)
         self.sampler = Sampler(self.eos_token_ids, self.config.seed, tokenizer)
         self._held = HeldRows()
         self._requests = RequestTable(self.scheduler, clock, self._plugins, self._policy_errors)
         self._intake = Intake(tokenizer, self._loader, self._requests)
-        self._pins = PrefixPins()
-        self._loader.keep_in_step(self.scheduler, self._requests, self._pins)
         self._stats = StatsRecorder()
         self._notify("engine_started", engine=self)
         self._policy_errors.raise_first()
@@ -129,7 +135,7 @@ class Engine(Exclusive):
         Raises RequestRefused (ContextOverflow when it could never fit, QueueFull when ``max_waiting`` wait), and
         ConfigError for a field of ``params`` that cannot be used; everything is left as it was.
         """
-        self._loader.refresh()
+        self._refresh()
         request = self.prepare(prompt, params, **options)
         self.check_queue()
         self._queue(request)
@@ -146,7 +152,7 @@ class Engine(Exclusive):
 
         Raises RequestRefused when a plugin refuses it or its id is taken.
         """
-        self._loader.refresh()
+        self._refresh()
         self._requests.check_free(request.request_id)
         self._queue(request)
 
@@ -193,7 +199,7 @@ class Engine(Exclusive):
     def _whole_step(self, drain: bool) -> list[RequestOutput]:
         """A step that leaves the books right whatever breaks it off."""
         if self.scheduler.has_work():
-            self._loader.refresh()
+            self._refresh()
         try:
             outputs = self._step(drain)
         except BaseException:
@@ -265,7 +271,7 @@ class Engine(Exclusive):
         ``progress`` shows a bar. Other requests of the engine go on meanwhile. A prompt that is refused raises before
         any is queued. Interrupted, it aborts its own requests.
         """
-        self._loader.refresh()
+        self._refresh()
         pending = deque(self._intake.build_all(as_prompts(prompts), params, options, self.clock()))
         outputs = [sample.output for request in pending for sample in (request, *request.forks)]
         unfinished: set[str] = set()
@@ -294,22 +300,24 @@ class Engine(Exclusive):
         prefixes would take more than half of the cache, or when a request that is unfinished could not fit any more;
         ConfigError when the engine keeps no prefixes or is sized by its requests.
         """
-        if self._loader.elastic or not self.config.enable_prefix_caching:
+        if self._served.elastic or not self.config.enable_prefix_caching:
             raise ConfigError("pin_prefix needs enable_prefix_caching and a cache of fixed size; set kv_cache_memory")
         longest = max((sample.max_num_tokens for sample in self._requests), default=0)
-        return self._pins.pin(self.blocks, self._intake.token_ids(prompt), cache_salt, longest)
+        check_salt(cache_salt)
+        return self.blocks.pin(self._intake.token_ids(prompt), cache_salt, longest)
 
     @alone
     def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> bool:
         """Take back ``pin_prefix``; False if this prefix is not pinned."""
-        return self._pins.unpin(self.blocks, self._intake.token_ids(prompt), cache_salt)
+        check_salt(cache_salt)
+        return self.blocks.unpin(self._intake.token_ids(prompt), cache_salt)
 
     # The cache
 
     @alone
     def fit(self, lengths: Sequence[int]) -> None:
         """Size an elastic engine's cache so that requests of these lengths (prompt and output) run at once."""
-        self._loader.refresh()
+        self._refresh()
         self._served.fit(lengths, is_idle=not self.scheduler.has_work())
 
     def runs_at_once(self, lengths: Sequence[int]) -> bool:
@@ -351,7 +359,24 @@ class Engine(Exclusive):
         When the model cannot be loaded any more this raises, as making an engine would, and every unfinished request
         ends with ``"error"`` and the cause. The engine stays open: each further request tries again to load it.
         """
-        self._loader.reload("weights_changed() was called")
+        self._reload("weights_changed() was called")
+
+    def _refresh(self) -> None:
+        """Before anything is computed: look at the model, at a glance while requests run; load a changed one again."""
+        reason = self._loader.stale_reason(at_a_glance=self.scheduler.has_work())
+        if reason is not None:
+            self._reload(reason)
+
+    def _reload(self, reason: str) -> None:
+        """Serve the model as it is now; the requests compute everything again, or end with what that raised."""
+        self.scheduler.restart(self.clock())
+        try:
+            self._loader.reload(reason)
+        except Exception as error:
+            for request in self._requests:
+                self._requests.fail(request, error)
+            raise
+        self.scheduler.use(self.blocks)
 
     @property
     def _served(self) -> ServedModel:

@@ -77,6 +77,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running) or len(self.policy) > 0
 
+    def use(self, blocks: BlockManager) -> None:
+        """Give out other blocks from now on; nothing may run at the moment."""
+        self.blocks = blocks
+
     def add(self, request: Request, now: float) -> None:
         request.state = RequestState.WAITING
         self.policy.add(request, now)
@@ -183,26 +187,17 @@ class Scheduler:
         """
         passed_over: list[Request] = []
         set_aside: list[Request] = []
-        lookahead = self.policy.lookahead
         try:
             with closing(candidates):
                 for request in candidates:
                     budget = self._feed(self._ahead_of(request, prefilling, now), budget, step)
                     if not budget:
                         break
-                    victims = self._victims_for(request, step, now)
-                    for victim in victims:
-                        self._stop(victim, step, now)
-                    set_aside += victims
-                    if not self._start(request):
-                        passed_over.append(request)
-                        if len(passed_over) > lookahead:
-                            break
-                        continue
-                    for overtaken in passed_over:
-                        overtaken.overtaken += 1
-                    step.admitted.append(request)
-                    budget -= self._schedule_chunk(request, budget, step)
+                    set_aside += self._set_aside_for(request, step, now)
+                    if self._start(request, passed_over, step):
+                        budget -= self._schedule_chunk(request, budget, step)
+                    elif len(passed_over) > self.policy.lookahead:
+                        break
         finally:
             # The policy's books change only when it is done iterating.
             for request in step.admitted:
@@ -221,8 +216,8 @@ class Scheduler:
         prefilling[:] = [request for request in prefilling if request not in ahead]
         return ahead
 
-    def _victims_for(self, candidate: Request, step: ScheduledStep, now: float) -> list[Request]:
-        """The running requests that the policy sets aside for ``candidate``: enough for it to begin, or nobody."""
+    def _set_aside_for(self, candidate: Request, step: ScheduledStep, now: float) -> list[Request]:
+        """Stop the running requests that the policy sets aside for ``candidate``: enough for it to begin, or nobody."""
         if not self.policy.can_preempt:
             return []
         # Whoever was set aside before is spared until it got something done, so that two cannot take turns for ever.
@@ -235,6 +230,8 @@ class Scheduler:
                 return []
             running.remove(victim)
             victims.append(victim)
+        for victim in victims:
+            self._stop(victim, step, now)
         return victims
 
     def _match_if_it_fits(self, request: Request, victims: Sequence[Request] = ()) -> PrefixMatch | None:
@@ -248,11 +245,15 @@ class Scheduler:
         headroom = len(self.running) - len(victims)
         return match if self.blocks.can_admit(request, match, taken, headroom) else None
 
-    def _start(self, request: Request) -> bool:
-        """Let ``request`` run if it fits."""
+    def _start(self, request: Request, passed_over: list[Request], step: ScheduledStep) -> bool:
+        """Let ``request`` run ahead of those ``passed_over``, which it joins if it does not fit."""
         match = self._match_if_it_fits(request)
         if match is None:
+            passed_over.append(request)
             return False
+        for overtaken in passed_over:
+            overtaken.overtaken += 1
+        step.admitted.append(request)
         self.blocks.admit(request, match)
         request.state = RequestState.PREFILL
         request.num_computed_tokens = request.num_cached_tokens = match.num_tokens

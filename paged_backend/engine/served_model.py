@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from paged_backend.config import EngineConfig, check_block_size
+from paged_backend.engine.choices import Choices
 from paged_backend.engine.executor import Executor
 from paged_backend.errors import ConfigError, ContextOverflow, UnsupportedModel
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.memory.cache_sizing import MAX_BLOCKS, blocks_for_config, blocks_for_lengths
 from paged_backend.memory.kv_cache import KVCache, group_layers
-from paged_backend.model.attention import add_backend, check_backend, check_backend_runs
+from paged_backend.model.attention import check_backend_runs
 from paged_backend.model.decode_timing import decode_seconds
 from paged_backend.model.proof import prove
 from paged_backend.model.runner import ModelRunner
 from paged_backend.model.twin import Twin
-from paged_backend.policies import EvictionPolicy, ModelShape
-from paged_backend.policy.plugin_manager import PluginManager
+from paged_backend.policies import ModelShape
 from paged_backend.policy.policy_errors import FAILED, PolicyErrors, call
 from paged_backend.request.request import Request
 from paged_backend.swaps.swaps import Swaps, swap_modules
@@ -43,25 +43,19 @@ class ServedModel:
     executor: Executor
 
     def __init__(
-        self, model: Any, config: EngineConfig, plugins: PluginManager, policy_errors: PolicyErrors, *, elastic: bool
+        self, model: Any, config: EngineConfig, choices: Choices, policy_errors: PolicyErrors, *, elastic: bool
     ) -> None:
         self.config = config
+        self.choices = choices
         self.elastic = elastic
         self._policy_errors = policy_errors
-        functions = plugins.attention_backend(config.attention_backend)
-        if functions is not None:
-            add_backend(config.attention_backend, functions)
-        check_backend(config.attention_backend)
         self.twin = Twin(model)
         self._devices = list(dict.fromkeys([self.twin.device, *(layer.device for layer in self.twin.layers)]))
-        check_backend_runs(config.attention_backend, self._devices)
+        check_backend_runs(choices.attention_backend, self._devices)
         self.swaps = self._swap(model)
         self.max_model_len = self._length_limit()
         self.groups = group_layers(self.twin.layers, config.kv_torch_dtype)
-        self.block_size = self._choose_block_size(plugins)
-        self._make_eviction: Callable[[], EvictionPolicy] = plugins.eviction_factory(
-            config.eviction, config.eviction_options
-        )
+        self.block_size = self._choose_block_size()
 
     def make_cache(self, num_blocks: Sequence[int] | None = None) -> None:
         """The cache, its books and what runs on it, all empty; ``num_blocks`` are those of an elastic cache before."""
@@ -78,7 +72,7 @@ class ServedModel:
             self.block_size,
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            [self._make_eviction() for _ in groups],
+            [self.choices.make_eviction() for _ in groups],
             self._policy_errors,
             enable_prefix_caching=config.enable_prefix_caching,
         )
@@ -89,7 +83,7 @@ class ServedModel:
                 f"keys and values find no memory for {self._bytes_of(num_blocks):,} bytes; give a smaller "
                 f"kv_cache_memory than {config.kv_cache_memory!r}: {error}"
             ) from error
-        self.runner = ModelRunner(self.twin, cache, config.attention_backend)
+        self.runner = ModelRunner(self.twin, cache, self.choices.attention_backend)
         # One pass reads the weights once, which is what a step costs on a CPU; a GPU prefers uniform batches.
         shared = config.batching == "shared" or (config.batching == "auto" and self.twin.device.type == "cpu")
         self.executor = Executor(self.runner, self.blocks, shared=shared)
@@ -109,7 +103,7 @@ class ServedModel:
 
     def _swap(self, model: Any) -> Swaps:
         """Swap modules of the twin, and prove it right."""
-        config, backend = self.config, self.config.attention_backend
+        config, backend = self.config, self.choices.attention_backend
         if config.quantize:
             # Rounded weights give other logits, so everything else is proven before.
             prove(model, self.twin, backend)
@@ -142,8 +136,8 @@ class ServedModel:
         limits = [hard] if self.elastic else [hard, self.twin.advertised_positions]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _choose_block_size(self, plugins: PluginManager) -> int:
-        rule = plugins.block_size_rule(self.config.block_size)
+    def _choose_block_size(self) -> int:
+        rule = self.choices.block_size
         if isinstance(rule, int):
             return rule
         layer = self.twin.layers[0]
@@ -154,7 +148,7 @@ class ServedModel:
             key_dim=layer.key_dim,
             value_dim=layer.value_dim,
             dtype=layer.dtype,
-            decode_seconds=partial(decode_seconds, layer, self.config.kv_torch_dtype, self.config.attention_backend),
+            decode_seconds=partial(decode_seconds, layer, self.config.kv_torch_dtype, self.choices.attention_backend),
             max_positions=self.max_model_len,
         )
         device = self.twin.device

@@ -11,6 +11,7 @@ import numpy as np
 from paged_backend.errors import IntegrityError, RequestRefused
 from paged_backend.memory.block_pool import BlockPool
 from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.pins import PrefixPins
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
 from paged_backend.policies import EvictionPolicy
 from paged_backend.policy.policy_errors import ErrorHandler
@@ -20,11 +21,6 @@ from paged_backend.request.request import Request
 LOOKAHEAD_TOKENS = 2
 # A block table's entry for a block that the group's mask rule no longer sees, or that is not there yet.
 NO_BLOCK = -1
-# Pinned prefixes may keep this share of a group's blocks, so that there is always room to work.
-MAX_PINNED_SHARE = 0.5
-
-# A pinned prefix: its cache salt, and the tokens of its full blocks.
-Prefix = tuple[str | None, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -82,9 +78,9 @@ class BlockManager:
             BlockPool(g, count, self.tree, policy, on_policy_error, needs_ancestors=group.rule.kind == "full")
             for g, (group, count, policy) in enumerate(zip(groups, num_blocks, evictions, strict=True))
         ]
+        self.pins = PrefixPins(self.groups, self.pools, self.tree)
         self.copies: list[list[tuple[int, int]]] = [[] for _ in groups]
         self._tables: dict[Request, BlockTable] = {}
-        self._pinned: set[Prefix] = set()
         self._free_seats = list(range(max_num_seqs - 1, -1, -1))
         self._rows = [np.full((max_num_seqs, 8), NO_BLOCK, np.int32) for _ in groups]
 
@@ -93,9 +89,6 @@ class BlockManager:
     @property
     def num_free_seats(self) -> int:
         return len(self._free_seats)
-
-    def holds(self, request: Request) -> bool:
-        return request in self._tables
 
     def num_held(self, request: Request) -> int:
         """Blocks over all groups that ``request`` holds."""
@@ -192,57 +185,23 @@ class BlockManager:
 
     # Pinning
 
-    def pin(self, token_ids: Sequence[int], salt: str | None) -> int:
+    def pin(self, token_ids: Sequence[int], salt: str | None = None, longest: int = 0) -> int:
         """Keep the full blocks of this prefix once they are computed, whoever else wants them; returns their tokens.
 
-        Raises RequestRefused when the prefix fills no block, or pins would take more than half of a group's blocks.
+        longest: tokens that an unfinished request may come to. Raises RequestRefused when the prefix fills no block,
+        when pins would take more than half of a group's blocks, or when that request could not fit beside it.
         """
-        length = len(token_ids) // self.block_size
-        prefix = (salt, tuple(token_ids[: length * self.block_size]))
-        if not length:
-            raise RequestRefused(f"a prefix of {len(token_ids)} tokens fills no block of {self.block_size}")
-        if prefix not in self._pinned:
-            path = self._path(prefix)
-            for g, (pool, nodes) in enumerate(zip(self.pools, self._seen_at_end(path), strict=True)):
-                count, most = pool.num_pinned_with(nodes), int(pool.num_blocks * MAX_PINNED_SHARE)
-                if count > most:
-                    self.tree.prune(path[-1])
-                    raise RequestRefused(
-                        f"{count} blocks would be pinned in the {self.groups[g].rule} attention group; at most {most} "
-                        f"of its {pool.num_blocks} may be: unpin another prefix or raise kv_cache_memory"
-                    )
-            self._pinned.add(prefix)
-            self._pin(prefix)
-        return length * self.block_size
+        prefix = (salt, tuple(token_ids))
+        num_tokens = self.pins.add(prefix)
+        shortage = self.shortage(longest)
+        if shortage is not None:
+            self.pins.discard(prefix)
+            raise RequestRefused(f"an unfinished request could not fit beside the pinned prefix: {shortage}")
+        return num_tokens
 
-    def unpin(self, token_ids: Sequence[int], salt: str | None) -> bool:
+    def unpin(self, token_ids: Sequence[int], salt: str | None = None) -> bool:
         """Take back the ``pin`` of this prefix; False if there is none."""
-        prefix = (salt, tuple(token_ids[: len(token_ids) // self.block_size * self.block_size]))
-        if prefix not in self._pinned:
-            return False
-        self._pinned.remove(prefix)
-        path = self._path(prefix)
-        for pool, nodes in zip(self.pools, self._seen_at_end(path), strict=True):
-            pool.unpin(reversed(nodes))
-        self.tree.prune(path[-1])
-        return True
-
-    def _pin(self, prefix: Prefix) -> None:
-        for pool, nodes in zip(self.pools, self._seen_at_end(self._path(prefix)), strict=True):
-            pool.pin(nodes)
-
-    def _path(self, prefix: Prefix) -> list[PrefixNode]:
-        salt, tokens = prefix
-        size, node, path = self.block_size, self.tree.root(salt), []
-        for start in range(0, len(tokens), size):
-            node = self.tree.child(node, tokens[start : start + size])
-            path.append(node)
-        return path
-
-    def _seen_at_end(self, path: Sequence[PrefixNode]) -> list[Sequence[PrefixNode]]:
-        """Per group, the nodes of a prefix that its mask rule still sees at the prefix's end."""
-        size = self.block_size
-        return [path[group.rule.first_visible(len(path) * size) // size :] for group in self.groups]
+        return self.pins.discard((salt, tuple(token_ids)))
 
     # Taking and giving back
 
@@ -371,16 +330,6 @@ class BlockManager:
         self._free_seats.append(table.seat)
         request.seat = None
 
-    def flush(self) -> None:
-        """Forget every cached prefix, as when the weights change; running requests register nothing more."""
-        for pool in self.pools:
-            pool.flush()
-        self.tree.clear()
-        for table in self._tables.values():
-            table.node = None
-        for prefix in self._pinned:
-            self._pin(prefix)
-
     def reset(self) -> None:
         """Every block free, every seat empty, nothing cached."""
         for request in self._tables:
@@ -392,8 +341,7 @@ class BlockManager:
             pool.reset()
             self.copies[g] = []
             self._rows[g].fill(NO_BLOCK)
-        for prefix in self._pinned:
-            self._pin(prefix)
+        self.pins.renew()
 
     def resize(self, num_blocks: Sequence[int]) -> None:
         """Change the pools' sizes; block ids in use stay what they are. Only empty pools shrink."""

@@ -41,8 +41,8 @@ class BlockPool:
         self._cached: dict[int, CachedBlock] = {}
         # Those of them that may be dropped, longest on offer first.
         self._offered: dict[int, CachedBlock] = {}
-        # Nodes whose block stays, with how often each is pinned; and how many of them nobody uses at present.
-        self._pins: Counter[PrefixNode] = Counter()
+        # Blocks that stay for a prefix, whether it is computed yet or not; and those of them that nobody uses.
+        self.num_pinned = 0
         self._num_idle_pinned = 0
         self.num_evictions = 0
         self.reset()
@@ -51,7 +51,7 @@ class BlockPool:
         """Every block free, nothing cached or pinned, whatever state the pool was in."""
         for block in list(self._cached):
             self._uncache(block)
-        self._pins.clear()
+        self.num_pinned = 0
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._ref_counts = [0] * self.num_blocks
         self._nodes: list[PrefixNode | None] = [None] * self.num_blocks
@@ -69,11 +69,6 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that a request could get now."""
         return len(self._free) + len(self._cached) - self._num_idle_pinned
-
-    @property
-    def num_pinned(self) -> int:
-        """Blocks that stay for a prefix, whether it is computed yet or not."""
-        return len(self._pins)
 
     @property
     def num_owned(self) -> int:
@@ -112,7 +107,7 @@ class BlockPool:
             self._free.append(block)
             return
         self._cached[block] = CachedBlock(block, node.depth - 1, node.hits, node.created, now, priority)
-        self._num_idle_pinned += node in self._pins
+        self._num_idle_pinned += node.pins[self.group] > 0
         self._offer(block)
 
     def register(self, block: int, node: PrefixNode) -> int:
@@ -128,14 +123,6 @@ class BlockPool:
             self.tree.hold(node, self.group, block)
             self._nodes[block] = node
         return block
-
-    def flush(self) -> None:
-        """Forget every prefix and pin: cached blocks become free, owned ones stay but are no longer found."""
-        for block in list(self._cached):
-            self._uncache(block)
-            self._free.append(block)
-        self._pins.clear()
-        self._nodes = [None] * self.num_blocks
 
     def resize(self, num_blocks: int) -> None:
         """Add free blocks at the end of the pool; an empty pool may shrink too."""
@@ -157,21 +144,22 @@ class BlockPool:
     def pin(self, nodes: Iterable[PrefixNode]) -> None:
         """Keep the blocks of ``nodes``, also those that are computed later."""
         for node in nodes:
-            self._pins[node] += 1
-            node.num_pins += 1
+            node.pins[self.group] += 1
+            if node.pins[self.group] > 1:
+                continue
+            self.num_pinned += 1
             block = node.blocks[self.group]
-            if self._pins[node] == 1 and block is not None and block in self._cached:
+            if block is not None and block in self._cached:
                 self._num_idle_pinned += 1
                 self._withdraw(block)
 
     def unpin(self, nodes: Iterable[PrefixNode]) -> None:
         """Take back one ``pin`` of each node, end of the prefix first."""
         for node in nodes:
-            self._pins[node] -= 1
-            node.num_pins -= 1
-            if self._pins[node]:
+            node.pins[self.group] -= 1
+            if node.pins[self.group]:
                 continue
-            del self._pins[node]
+            self.num_pinned -= 1
             block = node.blocks[self.group]
             if block is not None and block in self._cached:
                 self._num_idle_pinned -= 1
@@ -179,10 +167,11 @@ class BlockPool:
 
     def num_pinned_with(self, nodes: Iterable[PrefixNode]) -> int:
         """What ``num_pinned`` would be with ``nodes`` pinned too."""
-        return len(self._pins.keys() | set(nodes))
+        return self.num_pinned + sum(not node.pins[self.group] for node in nodes)
 
     def _is_pinned(self, block: int) -> bool:
-        return self._nodes[block] in self._pins
+        node = self._nodes[block]
+        return node is not None and node.pins[self.group] > 0
 
     def _evict(self) -> int:
         answer = ask(self._on_policy_error, self.policy, "evict")
@@ -205,7 +194,7 @@ class BlockPool:
     def _may_go(self, block: int) -> bool:
         node = self._nodes[block]
         assert node is not None
-        return node not in self._pins and not (self.needs_ancestors and node.held_children[self.group])
+        return not node.pins[self.group] and not (self.needs_ancestors and node.held_children[self.group])
 
     def _offer(self, block: int) -> None:
         """Tell the policy of a block, if it is a cached one that may go."""
@@ -251,6 +240,9 @@ class BlockPool:
         idle = sum(block in self._cached and self._is_pinned(block) for block in range(self.num_blocks))
         if idle != self._num_idle_pinned or not self._offered.keys() <= self._cached.keys():
             fail(f"{self._num_idle_pinned} pinned blocks are said to be unused, {idle} are")
+        pinned = sum(node.pins[self.group] > 0 for node in self.tree.nodes())
+        if pinned != self.num_pinned:
+            fail(f"{self.num_pinned} blocks are said to be pinned, {pinned} prefixes are")
         for node in self.tree.nodes():
             children = sum(child.blocks[self.group] is not None for child in node.children.values())
             if node.held_children[self.group] != children:

@@ -11,10 +11,10 @@ class PrefixNode:
     A node is found by comparing token ids, never by a hash alone, so two prefixes cannot be taken for each other.
 
     held_children: per group, how many of the children are held by a block. created: position among all nodes by age.
-    num_pins: how often it is pinned, over all groups.
+    pins: per group, how often it is pinned.
     """
 
-    __slots__ = ("blocks", "children", "created", "depth", "held_children", "hits", "num_pins", "parent", "tokens")
+    __slots__ = ("blocks", "children", "created", "depth", "held_children", "hits", "parent", "pins", "tokens")
 
     def __init__(self, parent: PrefixNode | None, tokens: tuple[int, ...], num_groups: int, created: int = 0) -> None:
         self.parent = parent
@@ -25,7 +25,7 @@ class PrefixNode:
         self.held_children = [0] * num_groups
         self.created = created
         self.hits = 0
-        self.num_pins = 0
+        self.pins = [0] * num_groups
 
 
 class PrefixTree:
@@ -78,7 +78,7 @@ class PrefixTree:
     def prune(self, node: PrefixNode) -> None:
         """Drop the node, and its ancestors, that lead nowhere."""
         while node.parent is not None and not (
-            node.children or node.num_pins or any(b is not None for b in node.blocks)
+            node.children or any(node.pins) or any(b is not None for b in node.blocks)
         ):
             # A request may still stand on a dropped node; it is then off the tree and registers nothing more.
             parent = node.parent

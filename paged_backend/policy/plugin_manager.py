@@ -260,13 +260,22 @@ class PluginManager:
         return policy
 
     def eviction_factory(self, value: Any, options: Mapping[str, Any]) -> Callable[[], EvictionPolicy]:
-        """A function that makes one eviction policy per KV group."""
+        """A function that makes one eviction policy per KV group. Raises ConfigError if it could make none."""
         if isinstance(value, EvictionPolicy):
             raise ConfigError(
                 f"eviction={value!r} is an instance, but each KV group keeps an order of its own; "
                 "pass the class, its registered name, or 'module:attribute'"
             )
-        return lambda: self._policy("eviction", value, options, EvictionPolicy)
+        if isinstance(value, str):
+            value = self._lookup("eviction", value)
+
+        def make() -> EvictionPolicy:
+            policy: EvictionPolicy = self._policy("eviction", value, options, EvictionPolicy)
+            return policy
+
+        # One that cannot be made is told now.
+        make()
+        return make
 
     def block_size_rule(self, value: Any) -> int | BlockSizeRule:
         """A number, or the rule that ``value`` names or is."""

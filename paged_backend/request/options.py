@@ -77,6 +77,12 @@ def request_fields(options: Mapping[str, Any], now: float) -> dict[str, Any]:
     return fields
 
 
+def check_salt(salt: Any) -> None:
+    """Raise RequestRefused unless ``salt`` is a text or None."""
+    if salt is not None:
+        check_text("cache_salt", salt)
+
+
 def check_text(name: str, value: Any) -> None:
     """Raise RequestRefused unless ``value`` is a text."""
     if not isinstance(value, str):

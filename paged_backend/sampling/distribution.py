@@ -89,43 +89,61 @@ def _truncates(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Distribution:
+    """What top_k, top_p and min_p leave of each row: first the candidates, which hold all of it, then exactly."""
     vocab_size = scores.shape[1]
     # The softmax of whole rows, not of the candidates: its sums must not depend on how many candidates others have.
     probs = scores.softmax(-1)
-    scores = functional.pad(scores, (0, -vocab_size % _CANDIDATE_BLOCK), value=-torch.inf)
-    maxima = scores.unflatten(1, (-1, _CANDIDATE_BLOCK)).amax(-1)
     top_p = _column(scores, [p.top_p for p in params])
     min_p = _column(scores, [p.min_p for p in params])
-    counts = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    counted = [row for row, count in enumerate(counts) if count < vocab_size]
-    top_k = torch.tensor([[counts[row]] for row in counted], device=scores.device)
-    most = max((counts[row] for row in counted), default=0)
+    top_k = _TopK.of(params, vocab_size, scores.device)
+    scores = functional.pad(scores, (0, -vocab_size % _CANDIDATE_BLOCK), value=-torch.inf)
+    maxima = scores.unflatten(1, (-1, _CANDIDATE_BLOCK)).amax(-1)
 
     # A score that everything kept reaches, and preferably little else.
     best = maxima.amax(-1, keepdim=True)
     floor = best + min_p.log() - _SLACK
-    if len(counted) < len(params):
+    if len(top_k.rows) < len(params):
         log_normalizer = best - probs.amax(-1, keepdim=True).log()
         floor = floor.maximum(_nucleus_floor(probs, top_p).log() + log_normalizer - _SLACK)
-    if counted:
+    if top_k.rows:
         # Everything top_k keeps, since what follows is relative to it. The k-th highest maximum of a block is no higher
         # than the k-th highest score.
-        heads = maxima if most <= maxima.shape[1] else scores
-        floor[counted] = take_rows(heads, counted).topk(most).values.gather(1, top_k - 1)
+        floor[top_k.rows] = top_k.lowest(maxima if top_k.most <= maxima.shape[1] else scores)
     candidates, token_ids = _candidates(scores, maxima, floor.clamp(min=torch.finfo(scores.dtype).min))
 
     weights = torch.where(candidates > -torch.inf, probs.gather(1, token_ids), 0.0)
     totals = torch.ones_like(best, dtype=torch.float64)
-    if counted:
+    if top_k.rows:
         # Whatever equals the k-th is kept too.
-        kept = take_rows(candidates, counted)
-        kth = kept.topk(min(most, kept.shape[1])).values.gather(1, top_k.clamp(max=kept.shape[1]) - 1)
-        weights[counted] *= kept >= kth
-        totals[counted] = weights[counted].sum(-1, keepdim=True, dtype=torch.float64)
+        weights[top_k.rows] *= take_rows(candidates, top_k.rows) >= top_k.lowest(candidates)
+        totals[top_k.rows] = weights[top_k.rows].sum(-1, keepdim=True, dtype=torch.float64)
     if any(p.top_p < 1 for p in params):
         weights = _keep_nucleus(weights, top_p, totals)
     weights *= weights >= min_p * weights.amax(-1, keepdim=True)
     return Distribution(weights, token_ids)
+
+
+class _TopK(NamedTuple):
+    """The rows that keep only their likeliest tokens, and how many.
+
+    rows: indices of K rows. counts: [K, 1] int64. most: the largest of them.
+    """
+
+    rows: list[int]
+    counts: Tensor
+    most: int
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> _TopK:
+        rows = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size]
+        counts = [params[row].top_k for row in rows]
+        return cls(rows, torch.tensor(counts, device=device, dtype=torch.int64)[:, None], max(counts, default=0))
+
+    def lowest(self, scores: Tensor) -> Tensor:
+        """The last score that is kept in each of the rows, out of ``scores`` ([R, C]) of all: [K, 1]."""
+        own = take_rows(scores, self.rows)
+        count = min(self.most, own.shape[1])
+        return own.topk(count).values.gather(1, self.counts.clamp(max=own.shape[1]) - 1)
 
 
 def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:

@@ -22,23 +22,29 @@ class HeldRows:
 
         logits: [R, V] of the ``requests``, None if there are none; so is what is returned.
         """
-        if not self._logits and all(request.lockstep is None for request in requests):
+        in_lockstep = [index for index, request in enumerate(requests) if request.lockstep is not None]
+        if not self._logits and not in_lockstep:
             return logits, requests
-        # Whoever was preempted or ended is not held any more.
+        self._hold(logits, requests, in_lockstep)
+        released = self._release()
+        free = [index for index, request in enumerate(requests) if request.lockstep is None]
+        parts = [take_rows(logits, free)] if free and logits is not None else []
+        if released:
+            parts.append(torch.stack(list(released.values())))
+        return (torch.cat(parts) if parts else None), [*(requests[index] for index in free), *released]
+
+    def _hold(self, logits: Tensor | None, requests: list[Request], rows: list[int]) -> None:
+        """Keep these rows, and forget those of members that were preempted or ended."""
         self._logits = {request: row for request, row in self._logits.items() if request.is_held}
-        ready = []
-        for index, request in enumerate(requests):
-            if request.lockstep is None:
-                ready.append(index)
-            else:
-                assert logits is not None
-                self._logits[request] = logits[index].clone()
+        for index in rows:
+            assert logits is not None
+            self._logits[requests[index]] = logits[index].clone()
+
+    def _release(self) -> dict[Request, Tensor]:
+        """The rows, no longer held, of each lockstep whose unfinished members have all come so far."""
         counts = Counter(request.lockstep for request in self._logits)
-        released = [
-            r for r in self._logits if r.lockstep is not None and counts[r.lockstep] == r.lockstep.num_unfinished
-        ]
-        rows = [self._logits.pop(request) for request in released]
-        parts = [torch.stack(rows)] if rows else []
-        if ready and logits is not None:
-            parts.insert(0, take_rows(logits, ready))
-        return (torch.cat(parts) if parts else None), [*(requests[index] for index in ready), *released]
+        complete = {lockstep for lockstep, count in counts.items() if lockstep and count == lockstep.num_unfinished}
+        released = {request: row for request, row in self._logits.items() if request.lockstep in complete}
+        for request in released:
+            del self._logits[request]
+        return released

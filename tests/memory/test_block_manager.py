@@ -166,8 +166,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.unpin(tokens, salt)
 
     @rule()
-    def flush(self) -> None:
-        self.manager.flush()
+    def reset(self) -> None:
+        self.manager.reset()
+        self.requests.clear()
 
     @rule(more=st.integers(1, 4))
     def grow(self, more: int) -> None:
@@ -503,10 +504,10 @@ def test_pins_cannot_take_the_room_that_requests_need():
     assert "6 of them pinned" in manager.shortage(25)
 
 
-def test_pin_outlives_a_flush():
+def test_pin_outlives_a_reset():
     manager = make_manager("full", 12)
     manager.pin([1] * 8, None)
-    manager.flush()
+    manager.reset()
     for order, tokens in enumerate([[1] * 9, [2] * 40]):
         request = make_request(tokens, order)
         start(manager, request)
