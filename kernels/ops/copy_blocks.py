@@ -18,7 +18,9 @@ def copy_blocks(
     source_blocks, target_blocks: int64 of equal length; all sources are read before any target is written.
     Raises ValueError when the two differ in length.
     """
-    source, target = torch.as_tensor(source_blocks, dtype=torch.long), torch.as_tensor(target_blocks, dtype=torch.long)
+    # On the host, whatever the default device is.
+    source = torch.as_tensor(source_blocks, dtype=torch.long, device="cpu")
+    target = torch.as_tensor(target_blocks, dtype=torch.long, device="cpu")
     if source.shape != target.shape or source.dim() != 1:
         raise ValueError(
             "source_blocks and target_blocks must be flat and of equal length, "

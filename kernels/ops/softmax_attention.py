@@ -60,4 +60,4 @@ def _clear_last(tensor: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
 
 def bias_of(visible: torch.Tensor) -> torch.Tensor:
     """What to add to scores: zero where visible, minus infinity elsewhere, in float32."""
-    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -math.inf)
+    return torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, -math.inf)

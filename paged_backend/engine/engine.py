@@ -27,6 +27,7 @@ from paged_backend.engine.stopwatch import Stopwatch
 from paged_backend.errors import ConfigError, PluginError, QueueFull
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.memory.memory_report import explain_memory
+from paged_backend.model.precision import own_precision
 from paged_backend.model.pretrained import load_pretrained
 from paged_backend.model.runner import ModelRunner
 from paged_backend.model.twin import Twin
@@ -91,12 +92,11 @@ class Engine(Exclusive):
         # What is named wrongly is told before the model is copied and proven.
         choices = choose(self.config, self._plugins)
         elastic = elastic and self.config.kv_cache_memory is None
-        self._loader = ModelLoader(
-            model,
-            partial(
-                ServedModel, config=self.config, choices=choices, policy_errors=self._policy_errors, elastic=elastic
-            ),
+        serve = partial(
+            ServedModel, config=self.config, choices=choices, policy_errors=self._policy_errors, elastic=elastic
         )
+        with own_precision():
+            self._loader = ModelLoader(model, serve)
         guard = PolicyGuard(choices.scheduler, self._policy_errors)
         self.scheduler = Scheduler(self.blocks, guard, self.config.max_num_batched_tokens)
         self.eos_token_ids = eos_token_ids_of(model)
@@ -201,7 +201,8 @@ class Engine(Exclusive):
         if self.scheduler.has_work():
             self._refresh()
         try:
-            outputs = self._step(drain)
+            with own_precision():
+                outputs = self._step(drain)
         except BaseException:
             self.scheduler.restart(self.clock())
             raise
@@ -302,6 +303,11 @@ class Engine(Exclusive):
         """
         if self._served.elastic or not self.config.enable_prefix_caching:
             raise ConfigError("pin_prefix needs enable_prefix_caching and a cache of fixed size; set kv_cache_memory")
+        if self.twin.foreign_code is not None:
+            raise ConfigError(
+                f"no prefix of this model can be kept: {self.twin.foreign_code} may change what it computes at any "
+                "time; remove it first"
+            )
         longest = max((sample.max_num_tokens for sample in self._requests), default=0)
         check_salt(cache_salt)
         return self.blocks.pin(self._intake.token_ids(prompt), cache_salt, longest)
@@ -371,7 +377,8 @@ class Engine(Exclusive):
         """Serve the model as it is now; the requests compute everything again, or end with what that raised."""
         self.scheduler.restart(self.clock())
         try:
-            self._loader.reload(reason)
+            with own_precision():
+                self._loader.reload(reason)
         except Exception as error:
             for request in self._requests:
                 self._requests.fail(request, error)

@@ -74,7 +74,8 @@ class ServedModel:
             config.max_num_batched_tokens,
             [self.choices.make_eviction() for _ in groups],
             self._policy_errors,
-            enable_prefix_caching=config.enable_prefix_caching,
+            # Keys of a prefix may be others by the time that it comes again.
+            enable_prefix_caching=config.enable_prefix_caching and self.twin.foreign_code is None,
         )
         try:
             cache = self._cache_of(num_blocks)

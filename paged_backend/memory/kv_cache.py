@@ -113,7 +113,7 @@ class KVCache:
         """A pool of another size that holds the ``kept`` blocks of each group under their old numbers."""
         other = KVCache(self.specs, self.groups, num_blocks, self.block_size, self.kv_dtype)
         for group, blocks in zip(self.groups, kept, strict=True):
-            index = torch.tensor(blocks, dtype=torch.long)
+            index = torch.tensor(blocks, dtype=torch.long, device="cpu")
             for layer in group.layers if blocks else ():
                 for old, new in zip(self.layers[layer].tensors(), other.layers[layer].tensors(), strict=True):
                     on_device = index.to(old.device)

@@ -24,7 +24,7 @@ def decode_seconds(
     group = KVGroup(layer.rule, (0,), layer.bytes_per_token(kv_dtype))
     cache = KVCache([layer], [group], [width * num_seqs], block_size, kv_dtype)
     for tensor in cache.layers[0].tensors():
-        tensor.copy_(torch.ones((), device=tensor.device))
+        tensor.copy_(torch.ones((), dtype=torch.float32, device=tensor.device))
     tables = np.random.default_rng(0).permutation(width * num_seqs).astype(np.int32).reshape(num_seqs, width)
     context = ForwardContext(backend)
     context.batch = build_batch(

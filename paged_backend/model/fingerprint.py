@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from paged_backend.model.foreign_code import code_identities, hooked
 from paged_backend.model.model_copy import accelerate_hooks, shared_tensors
 
 # Tensors of up to this many elements are compared whole: norms, biases, small adapters.
@@ -74,6 +75,7 @@ def _facts(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     configs: dict[int, PreTrainedConfig] = {}
     for name, module in model.named_modules():
         attributes = []
+        read_by_hooks = hooked(module) is not None
         for key, value in module.__dict__.items():
             if key in _SKIPPED:
                 continue
@@ -86,6 +88,9 @@ def _facts(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
                     attributes.append((key, list(value) if key.endswith("_hooks") else _plain(value)))
             elif isinstance(value, PreTrainedConfig):
                 configs[id(value)] = value
+            elif read_by_hooks:
+                # The twin shares it, so that its identity is no other's.
+                attributes.append((key, id(value)))
             elif not isinstance(value, torch.Tensor):
                 # A tensor here is something that the module computed and keeps.
                 attributes.append((key, _plain(value)))
@@ -101,6 +106,7 @@ def _facts(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{key}", _tensor_fact(tensor)
     for config in configs.values():
         yield "the configuration", _config_fact(config)
+    yield "code that the model runs", code_identities(model)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from paged_backend.model.foreign_code import hooked
 
 _HOOKS = (
     "_forward_hooks",
@@ -33,12 +35,15 @@ def copy_model(model: PreTrainedModel) -> PreTrainedModel:
     (long RoPE rewrites ``inv_freq`` in place), but for long ones of whole numbers: packed weights and masks, which are
     only read. What refuses to be copied (locks, streams) is shared. Compiled
     modules and forwards are copied uncompiled. Hooks are shared; one that is a method of a module of the model
-    moves to that module's copy.
+    moves to that module's copy. What a module with hooks or a forward of the user's own holds besides modules and
+    configurations is shared too, since they read it, and their owner may change it.
     """
     copies = _Copies(model)
     for module, shell in copies.shells:
+        read_by_hooks = hooked(module) is not None
         for name, value in module.__dict__.items():
-            shell.__dict__[name] = copies.attribute(name, value)
+            shared = read_by_hooks and not name.startswith("_") and name not in ("training", "forward")
+            shell.__dict__[name] = value if shared and not _holds_structure(value) else copies.attribute(name, value)
     return cast(PreTrainedModel, copies.memo[id(model)])
 
 
@@ -99,6 +104,15 @@ class _Copies:
             keywords = {key: self.memo.get(id(argument), argument) for key, argument in hook.keywords.items()}
             return functools.partial(self._moved(hook.func), *arguments, **keywords)
         return hook
+
+
+def _holds_structure(value: Any) -> bool:
+    """Whether ``value`` is, or is a container of, what the copy has its own of."""
+    if isinstance(value, dict):
+        return any(map(_holds_structure, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_holds_structure, value))
+    return isinstance(value, (nn.Module, PreTrainedConfig))
 
 
 def shared_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

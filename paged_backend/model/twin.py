@@ -17,6 +17,7 @@ from paged_backend.errors import UnsupportedModel
 from paged_backend.memory.kv_cache import LayerSpec
 from paged_backend.model.attention import ATTENTION_NAME, PagedLayer
 from paged_backend.model.fingerprint import Fingerprint
+from paged_backend.model.foreign_code import hooked, patched
 from paged_backend.model.layer_probe import PROBE_NAME, Unprovable, probe_layers
 from paged_backend.model.model_copy import accelerate_hooks, copy_model, plain_model
 
@@ -38,6 +39,8 @@ class Twin:
     keys and values. vocab_size: rows of the input embedding. max_positions: tokens that the model's positions allow,
     None without a hard limit (a learned table ends; longrope and dynamic NTK scaling read the longest request of a
     batch, so they are held to their original length). advertised_positions: the config's ``max_position_embeddings``.
+    foreign_code: where hooks or patches of the user's own take part, which may change what they do at any time, in
+    words, or None; patched: only those that are not on the model itself but on its classes and functions.
 
     Forward hooks of the model run on the copy too, on packed tokens ``[1, num_tokens, ...]``. A twin is as good as the
     model was when it was made: ``stale_reason`` says whether that still holds.
@@ -54,6 +57,8 @@ class Twin:
             _check_kind(plain)
             self._model = weakref.ref(plain)
             self._fingerprint = Fingerprint(plain)
+            self.patched = patched(plain)
+            self.foreign_code = self.patched or _first_hook(plain)
             self.module = copy_model(plain)
             self._probe()
         except Unprovable as reason:
@@ -180,6 +185,14 @@ def logits_of(output: Any) -> torch.Tensor:
 def unsupported(model: nn.Module, reason: str) -> UnsupportedModel:
     """The error that refuses ``model``."""
     return UnsupportedModel(f"{type(model).__name__} cannot be served with paged attention: {reason}")
+
+
+def _first_hook(model: PreTrainedModel) -> str | None:
+    for name, module in model.named_modules():
+        what = hooked(module)
+        if what is not None:
+            return f"{what} on {name or 'the model'}"
+    return None
 
 
 def _check_kind(model: PreTrainedModel) -> None:

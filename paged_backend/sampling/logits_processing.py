@@ -59,7 +59,8 @@ class LogitsProcessing:
             state, bias = SamplingState.of(requests[row]), requests[row].params.logit_bias or {}
             if state.bias is None:
                 assert max(bias) < scores.shape[1], "logit_bias was not checked against the vocabulary"
-                state.bias = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+                values = torch.tensor(list(bias.values()), dtype=torch.float32, device="cpu")
+                state.bias = torch.tensor(list(bias), device="cpu"), values
             biases.append(state.bias)
         places = _places(scores, rows, [token_ids for token_ids, _ in biases])
         scores.view(-1).index_add_(0, places, torch.cat([values for _, values in biases]).to(scores.device))
@@ -75,8 +76,10 @@ class LogitsProcessing:
                 state.seen = SeenTokens(scores.shape[1])
             seen.append(state.seen.update(request.token_ids, request.num_prompt_tokens))
         params = [requests[row].params for row in rows]
-        factors = torch.tensor([[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params])
-        factors = factors.repeat_interleave(torch.tensor([len(ids) for ids, _ in seen]), dim=0).to(scores.device)
+        penalties = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
+        factors = torch.tensor(penalties, dtype=torch.float32, device="cpu")
+        counts = torch.tensor([len(ids) for ids, _ in seen], device="cpu")
+        factors = factors.repeat_interleave(counts, dim=0).to(scores.device)
         repetition, frequency, presence = factors.unbind(1)
         counts = torch.cat([counts for _, counts in seen]).to(scores.device)
         places = _places(scores, rows, [ids for ids, _ in seen])
@@ -92,7 +95,7 @@ class LogitsProcessing:
                 stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
                 rows.append(row)
                 in_vocabulary = [token for token in stops if token < scores.shape[1]]
-                token_ids.append(torch.tensor(in_vocabulary, dtype=torch.int64))
+                token_ids.append(torch.tensor(in_vocabulary, dtype=torch.int64, device="cpu"))
         if rows:
             scores.view(-1)[_places(scores, rows, token_ids)] = -torch.inf
 
@@ -142,6 +145,6 @@ class LogitsProcessing:
 
 def _places(scores: Tensor, rows: Sequence[int], token_ids: Sequence[Tensor]) -> Tensor:
     """Where the tokens of these rows stand in the flattened scores."""
-    starts = torch.tensor(rows) * scores.shape[1]
-    lengths = torch.tensor([len(ids) for ids in token_ids])
+    starts = torch.tensor(rows, device="cpu") * scores.shape[1]
+    lengths = torch.tensor([len(ids) for ids in token_ids], device="cpu")
     return (torch.cat(list(token_ids)) + starts.repeat_interleave(lengths)).to(scores.device)

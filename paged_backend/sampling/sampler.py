@@ -112,7 +112,8 @@ class Sampler:
                 if wants_processed[row]:
                     processed[row] = scores[row].log_softmax(-1)
         if drawn:
-            uniforms = torch.tensor([self._uniform(requests[row]) for row in drawn], dtype=torch.float64)
+            numbers = [self._uniform(requests[row]) for row in drawn]
+            uniforms = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             for places, distribution in warp(take_rows(scores, drawn), [requests[row].params for row in drawn]):
                 picked = distribution.draw(uniforms[places].to(scores.device)).tolist()
                 for column, (place, token) in enumerate(zip(places, picked, strict=True)):

@@ -80,6 +80,9 @@ def swap_modules(
         if quantize is not None:
             swaps.refused["the model"] = f"it is on {twin.device}, and weights are rounded on a CPU only"
         return swaps
+    if twin.patched is not None:
+        swaps.refused["the model"] = f"{twin.patched} was patched, and may do something else later"
+        return swaps
     if not can_fuse(backend):
         swaps.refused["the model"] = "the C++ operations are not in use"
         return swaps

@@ -22,7 +22,7 @@ def model():
         ({"scheduler": "deadline", "scheduler_options": {"sheds": True}}, ConfigError, "sheds"),
         ({"eviction": "lru2"}, UnknownPolicy, "lru2"),
         ({"eviction": "slru", "eviction_options": {"shares": 1}}, ConfigError, "shares"),
-        ({"eviction": "slru", "eviction_options": {"share": 7}}, ConfigError, "share must be"),
+        ({"eviction": "slru", "eviction_options": {"protected": 7}}, ConfigError, "protected must be"),
         ({"eviction": Lru()}, ConfigError, "is an instance"),
         ({"eviction": lambda: 3}, ConfigError, "no EvictionPolicy"),
         ({"block_size": "autoo"}, UnknownPolicy, "autoo"),

@@ -16,7 +16,7 @@ class Arena:
     """Memory on large pages where the system has them. It is reserved at once and becomes resident when written."""
 
     def __init__(self) -> None:
-        self._piece = torch.empty(0, dtype=torch.int8)
+        self._piece = torch.empty(0, dtype=torch.int8, device="cpu")
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -35,7 +35,7 @@ class Arena:
 def reserve(num_bytes: int) -> torch.Tensor:
     """Uninitialised bytes ``[num_bytes]``, on large pages where the system has them. Raises MemoryError."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_bytes, dtype=torch.int8)
+        return torch.empty(num_bytes, dtype=torch.int8, device="cpu")
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -101,7 +101,7 @@ def pack_gated(
 
     bias = None
     if gate_bias is not None or other_bias is not None:
-        none = torch.zeros(gate.shape[0])
+        none = torch.zeros(gate.shape[0], dtype=torch.float32, device="cpu")
         bias = mix(*(none if b is None else b.float() for b in (gate_bias, other_bias)))
     return pack(mix(gate, other), bias, int8=int8, arena=arena)
 
@@ -112,11 +112,11 @@ def most_rows(dtype: torch.dtype, num_threads: int) -> float:
 
     Infinity on most processors. Where matrices have instructions of their own, oneDNN is ahead for many rows.
     """
-    weight = torch.randn(_TRIED_SIZE, _TRIED_SIZE).to(dtype)
+    weight = torch.randn(_TRIED_SIZE, _TRIED_SIZE, device="cpu").to(dtype)
     packed = pack(weight)
     slower_at = math.inf
     for rows in _TRIED_ROWS:
-        x = torch.randn(rows, _TRIED_SIZE).to(dtype)
+        x = torch.randn(rows, _TRIED_SIZE, device="cpu").to(dtype)
         # Alternating and repeated, since others may use the machine meanwhile.
         ours = theirs = math.inf
         for _ in range(_TRIES):
