@@ -49,6 +49,10 @@ class DeadlineExceeded(PagedBackendError, TimeoutError):
     """A result was asked for that did not arrive in time."""
 
 
+class NotPicklable(PagedBackendError, TypeError):
+    """An engine, a service or a handle cannot go to another process; the message says what can be sent instead."""
+
+
 class EngineClosed(PagedBackendError, RuntimeError):
     """The engine was closed, or a call came at a moment when it cannot be served."""
 

@@ -79,6 +79,10 @@ class StepStats:
 class EngineStats:
     """An engine since it started. Token counts are per request token, not per layer.
 
+    num_prompt_tokens: of the requests that began to run, each prompt once, whether it was computed, found in the cache
+        or computed again.
+    num_prefill_tokens: those that were computed, and computed again.
+    num_cached_tokens, num_recomputed_tokens: those found in the cache, and those computed again.
     waste: the time-weighted share of allocated slots that no token filled.
     swaps_made, swaps_refused, packed_bytes: see `Swaps`.
     """
@@ -88,6 +92,7 @@ class EngineStats:
     num_finished: int
     num_steps: int
     num_prompt_tokens: int
+    num_prefill_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
     num_prefix_hits: int

@@ -137,7 +137,7 @@ def stats_table(stats: EngineStats, last: dict[str, float]) -> Table:
     since = {
         "answers": stats.num_finished,
         "tokens": stats.num_generated_tokens,
-        "prompt tokens computed": stats.num_prompt_tokens,
+        "prompt tokens": stats.num_prompt_tokens,
         "prompt tokens reused": stats.num_cached_tokens,
         "steps": stats.num_steps,
     }

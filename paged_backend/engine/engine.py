@@ -220,6 +220,7 @@ class Engine(Exclusive):
         watch.lap("schedule")
         logits, failures = self._served.executor.run(step, watch)
         rows, num_prefill_tokens = step.sampling, step.num_prefill_tokens
+        num_new_prompt_tokens = step.num_new_prompt_tokens
         logits, rows = self._held.join(logits, rows)
         sampled = self.sampler.sample(logits, rows) if logits is not None else None
         watch.lap("sample")
@@ -230,7 +231,9 @@ class Engine(Exclusive):
             self._requests.fail(request, error)
         outputs += self._requests.take_ended()
         watch.lap("update")
-        stats = self._stats.record_step(self.scheduler, step, outputs, num_prefill_tokens, watch.laps, now)
+        stats = self._stats.record_step(
+            self.scheduler, step, outputs, num_prefill_tokens, num_new_prompt_tokens, watch.laps, now
+        )
         for request, num_blocks in step.preempted:
             self._notify("request_preempted", request=request.view, num_blocks=num_blocks)
         self._notify("step_finished", stats=stats)
@@ -344,9 +347,13 @@ class Engine(Exclusive):
         """Where the memory of keys and values goes, in words."""
         return explain_memory(self.stats(), self.twin.layers, self.config)
 
-    @alone
     def close(self) -> None:
-        """End what runs with ``"abort"`` and free the cache. Raises EngineClosed when the engine is closed already."""
+        """End what runs with ``"abort"`` and free the cache; does nothing when the engine is closed already."""
+        if not self.is_closed:
+            self._close()
+
+    @alone
+    def _close(self) -> None:
         for request in self._requests:
             self._requests.end(request, "abort")
         super().close()

@@ -7,10 +7,20 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
-from paged_backend.errors import EngineBusy, EngineClosed
+from paged_backend.errors import EngineBusy, EngineClosed, NotPicklable
 
 
-class Exclusive:
+class StaysHere:
+    """Base of what holds a model, its cache and what runs: it belongs to its process."""
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise NotPicklable(
+            f"{type(self).__name__} holds a model, its cache and what runs, and cannot be copied or pickled; "
+            "make one in the process that uses it, with Engine.from_pretrained"
+        )
+
+
+class Exclusive(StaysHere):
     """Base of the engine; methods marked ``alone`` are refused in the middle of each other. Never waits."""
 
     def __init__(self) -> None:

@@ -44,6 +44,12 @@ class ScheduledStep:
     def num_prefill_tokens(self) -> int:
         return sum(request.num_scheduled_tokens for request in self.prefills)
 
+    @property
+    def num_new_prompt_tokens(self) -> int:
+        """Tokens of the prompts that begin in this step for the first time, cached ones included."""
+        new = (request for request in self.admitted if request.output.metrics.first_scheduled_time is None)
+        return sum(request.num_prompt_tokens for request in new)
+
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
 

@@ -17,6 +17,7 @@ class StatsRecorder:
         self.num_steps = 0
         self.num_finished = 0
         self.num_prompt_tokens = 0
+        self.num_prefill_tokens = 0
         self.num_generated_tokens = 0
         self.peak_running = 0
         self.peak_allocated_bytes = 0
@@ -28,6 +29,7 @@ class StatsRecorder:
         step: ScheduledStep,
         outputs: Sequence[RequestOutput],
         num_prefill_tokens: int,
+        num_new_prompt_tokens: int,
         laps: Mapping[str, float],
         now: float,
     ) -> StepStats:
@@ -36,7 +38,8 @@ class StatsRecorder:
         num_finished = sum(output.finished for output in outputs)
         self.num_steps += 1
         self.num_finished += num_finished
-        self.num_prompt_tokens += num_prefill_tokens
+        self.num_prompt_tokens += num_new_prompt_tokens
+        self.num_prefill_tokens += num_prefill_tokens
         self.num_generated_tokens += num_new_tokens
         self.peak_running = max(self.peak_running, len(step.decodes) + len(step.prefills))
         self._record_memory(scheduler, now)
@@ -80,6 +83,7 @@ class StatsRecorder:
             num_finished=self.num_finished,
             num_steps=self.num_steps,
             num_prompt_tokens=self.num_prompt_tokens,
+            num_prefill_tokens=self.num_prefill_tokens,
             num_generated_tokens=self.num_generated_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_prefix_hits=scheduler.num_prefix_hits,

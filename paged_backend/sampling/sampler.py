@@ -66,10 +66,14 @@ class Sampler:
         if len(others) + sum(map(len, together.values())) < len(requests):
             tokens[:] = first_argmax(logits).tolist()
         for lockstep, rows in together.items():
-            self._sample_rows(lockstep, logits, requests, rows, tokens, logprobs)
+            try:
+                self._sample_rows(lockstep, logits, requests, rows, tokens, logprobs)
+            except Exception as error:
+                for row in rows:
+                    tokens[row] = error
         group = max(1, (_CPU_GROUP if logits.device.type == "cpu" else _GPU_GROUP) // logits.shape[1])
         for start in range(0, len(others), group):
-            self._sample_rows(self.processing, logits, requests, others[start : start + group], tokens, logprobs)
+            self._sample_apart(logits, requests, others[start : start + group], tokens, logprobs)
         for row, token in enumerate(tokens):
             if token == -1:
                 tokens[row] = SamplingFailed(
@@ -77,6 +81,25 @@ class Sampler:
                     f"{'processed scores' if requests[row].params.changes_logits else 'logits'} hold NaN or only -inf"
                 )
         return Sampled(tokens, logprobs)
+
+    def _sample_apart(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        rows: list[int],
+        tokens: list[int | Exception],
+        logprobs: list[dict[int, float] | None],
+    ) -> None:
+        """``_sample_rows``; where it fails as a whole, by halves, until only rows that fail alone have no token."""
+        try:
+            self._sample_rows(self.processing, logits, requests, rows, tokens, logprobs)
+        except Exception as error:
+            if len(rows) == 1:
+                tokens[rows[0]] = error
+                return
+            half = len(rows) // 2
+            for part in (rows[:half], rows[half:]):
+                self._sample_apart(logits, requests, part, tokens, logprobs)
 
     def _sample_rows(
         self,

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from paged_backend.engine.engine import Engine
+from paged_backend.engine.exclusive import StaysHere
 from paged_backend.engine.intake import Prompt
 from paged_backend.errors import ConfigError, EngineClosed
 from paged_backend.request.request import Request
@@ -19,7 +20,7 @@ from paged_backend.service.handle import Handle
 from paged_backend.stats import EngineStats
 
 
-class AsyncEngine:
+class AsyncEngine(StaysHere):
     """Lets many callers share one running batch, in streams or one by one.
 
         async with AsyncEngine(engine) as service:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_backend.engine.engine import Engine
+from paged_backend.engine.exclusive import StaysHere
 from paged_backend.engine.intake import sampling_params
 from paged_backend.errors import ConfigError, EngineBusy, EngineClosed
 from paged_backend.outputs import RequestOutput
@@ -16,7 +17,7 @@ from paged_backend.outputs import RequestOutput
 logger = logging.getLogger("paged_backend")
 
 
-class SharedEngine:
+class SharedEngine(StaysHere):
     """Lets any number of threads share one engine's running batch, without a thread of its own and without polling.
 
     The thread that comes first leads: it takes in what the others submit, steps until its own requests are over, and

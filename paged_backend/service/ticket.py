@@ -61,6 +61,9 @@ class Ticket:
 
     def publish(self, output: RequestOutput, wakes: Wakes) -> None:
         """Show readers what ``output`` came to; tasks to be woken join ``wakes``."""
+        # A loop that is closed runs nobody's cleaning up: nobody waits any more.
+        if any(not callable(waiter) and waiter.get_loop().is_closed() for waiter in tuple(self.waiting_for_end)):
+            self.cancel()
         index = output.index
         self.num_tokens[index] = len(output.token_ids)
         if output.finish_reason is not None:

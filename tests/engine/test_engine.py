@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
 import weakref
 
 import pytest
@@ -11,8 +13,15 @@ import torch
 from oracle import assert_greedy, draw_prompts, stock_greedy
 from tiny_models import make_tiny
 
-from paged_backend import Engine, EngineConfig, SamplingParams, hookimpl
-from paged_backend.errors import ConfigError, ContextOverflow, EngineClosed, RequestRefused, UnknownPolicy
+from paged_backend import AsyncEngine, Engine, EngineConfig, SamplingParams, SharedEngine, hookimpl
+from paged_backend.errors import (
+    ConfigError,
+    ContextOverflow,
+    EngineClosed,
+    NotPicklable,
+    RequestRefused,
+    UnknownPolicy,
+)
 
 LENGTHS = (5, 23, 9, 1, 14, 40, 33)
 NUM_TOKENS = 20
@@ -412,10 +421,36 @@ def test_closed_engine_says_so_at_every_call(llama):
     engine = Engine(llama)
     engine.add_request([5], GREEDY)
     engine.close()
-    asked = (engine.step, engine.close, engine.stats, engine.explain_memory)
+    asked = (engine.step, engine.stats, engine.explain_memory)
     for call in (*asked, lambda: engine.add_request([5]), lambda: engine.generate([[5]])):
         with pytest.raises(EngineClosed, match="closed"):
             call()
+    engine.close()
+
+
+@pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_engine_cannot_be_copied_or_sent_elsewhere_and_says_so(llama, send):
+    with Engine(llama) as engine:
+        for held in (engine, SharedEngine(engine), AsyncEngine(engine)):
+            with pytest.raises(NotPicklable, match="make one in the process that uses it"):
+                send(held)
+
+
+def test_prompt_tokens_are_counted_once_each_whatever_is_cached_or_computed_again(llama, prompts):
+    with Engine(llama) as engine:
+        for _ in range(2):
+            engine.generate(prompts, GREEDY)
+        stats = engine.stats()
+        assert stats.num_prompt_tokens == 2 * sum(map(len, prompts))
+        assert stats.num_cached_tokens > 0
+        assert stats.num_prefill_tokens == stats.num_prompt_tokens - stats.num_cached_tokens
+    # Of the two, which come to 4 blocks each, one has to give way.
+    memory = 5 * 16 * sum(group.bytes_per_token for group in stats.groups)
+    with Engine(llama, kv_cache_memory=memory, enable_prefix_caching=False) as engine:
+        outputs = engine.generate([[5] * 20, [6] * 20], SamplingParams(max_tokens=30, ignore_eos=True))
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        assert engine.stats().num_prompt_tokens == 40
+        assert engine.stats().num_prefill_tokens > 40
 
 
 def test_engine_closes_at_the_end_of_a_with_block(llama):

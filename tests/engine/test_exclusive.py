@@ -129,14 +129,14 @@ def test_a_hook_that_asks_a_closed_engine_hears_that_it_is_closed(llama):
     class Curious:
         @hookimpl
         def engine_stopped(self, engine) -> None:
-            for call in (engine.stats, engine.step, engine.close, engine.explain_memory):
+            for call in (engine.stats, engine.step, engine.explain_memory):
                 with pytest.raises(EngineClosed, match="the engine is closed") as caught:
                     call()
                 answers.append(caught.value)
 
     engine = Engine(llama, plugins=[Curious()])
     engine.close()
-    assert len(answers) == 4
+    assert len(answers) == 3
     assert engine.is_closed
 
 

@@ -52,10 +52,10 @@ def test_second_run_of_prompts_with_a_long_common_beginning_computes_only_the_ta
     prompts = [prefix + tail for tail in draw_prompts([9] * 32, seed=2)]
     engine = Engine(llama, block_size=16, max_model_len=256)
     first = engine.generate(prompts, GREEDY)
-    computed = engine.stats().num_prompt_tokens
+    computed = engine.stats().num_prefill_tokens
     second = engine.generate(prompts, GREEDY)
     # 209 tokens: 13 full blocks are known by now, so one token of each prompt is computed.
-    assert engine.stats().num_prompt_tokens - computed == 32 * 1
+    assert engine.stats().num_prefill_tokens - computed == 32 * 1
     assert all(output.metrics.num_cached_tokens == 208 for output in second)
     assert [output.token_ids for output in second] == [output.token_ids for output in first]
     for prompt, output in list(zip(prompts, second, strict=True))[::8]:
@@ -75,9 +75,9 @@ def test_conversation_computes_only_its_new_turns(llama):
     history, computed = draw_prompts([20])[0], []
     for turn in draw_prompts([7] * 6, seed=5):
         prompt = history + turn
-        before = engine.stats().num_prompt_tokens
+        before = engine.stats().num_prefill_tokens
         (output,) = engine.generate([prompt], GREEDY)
-        computed.append(engine.stats().num_prompt_tokens - before)
+        computed.append(engine.stats().num_prefill_tokens - before)
         assert_greedy(llama, prompt, output.token_ids, stock_greedy(llama, prompt, NUM_TOKENS))
         history = prompt + output.token_ids
     # The last token of an answer is never fed, and at most one block is cut: turn, that token, three more.
@@ -141,7 +141,7 @@ def test_samples_of_one_prompt_share_its_blocks_and_copy_only_the_last(llama):
     engine.step()
     # Two full blocks are shared by all; the third is one's own for each.
     assert engine.stats().groups[0].num_owned_blocks == 2 + 4
-    assert engine.stats().num_prompt_tokens == 40
+    assert engine.stats().num_prefill_tokens == 40
     run(engine)
     assert_all_free(engine)
 

@@ -675,3 +675,19 @@ def test_a_batch_beyond_one_group_of_rows_equals_its_rows_alone(monkeypatch: pyt
     whole = Sampler([EOS], seed=0).sample(logits, make_requests(params)).tokens
     monkeypatch.setattr("paged_backend.sampling.sampler._CPU_GROUP", 5 * 500)
     assert Sampler([EOS], seed=0).sample(logits, make_requests(params)).tokens == whole
+
+
+def test_rows_that_fail_together_are_chosen_apart_and_only_the_faulty_one_fails(monkeypatch):
+    sampler = Sampler(())
+    requests = [make_request(SamplingParams(logit_bias={3: 1.0}), order=order) for order in range(5)]
+    choose = sampler._choose
+
+    def fail_for_one(scores, chosen):
+        if requests[3] in chosen:
+            raise RuntimeError("no memory for this row")
+        return choose(scores, chosen)
+
+    monkeypatch.setattr(sampler, "_choose", fail_for_one)
+    tokens = sampler.sample(torch.randn(5, 40), requests).tokens
+    assert isinstance(tokens[3], RuntimeError)
+    assert [type(token) for token in tokens] == [int, int, int, RuntimeError, int]

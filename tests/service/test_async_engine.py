@@ -371,11 +371,12 @@ def test_ctrl_c_while_waiting_frees_the_request(held, steps):
     assert consumed(held, steps, consume) <= 3
 
 
-def test_an_event_loop_that_is_closed_takes_its_requests_along(held, steps):
+@pytest.mark.parametrize("wait", [lambda handle: aiter(handle).__anext__(), lambda handle: handle.__await__()])
+def test_an_event_loop_that_is_closed_takes_its_requests_along(held, steps, wait):
     handle = held.submit([5, 6, 7], greedy(100))
     steps.wait()
     loop = asyncio.new_event_loop()
-    waiting = aiter(handle).__anext__()
+    waiting = wait(handle)
 
     async def put_down_a_waiter():
         return waiting.send(None)
