@@ -27,7 +27,7 @@ from workloads import draw
 from paged_backend import Engine, hookimpl
 from paged_backend.kernels import cpu, decode_attention
 from paged_backend.model.batch import build_batch
-from paged_backend.swaps.fused import FusedLayer
+from paged_backend.swaps.layer import FusedLayer
 
 # Decodes at a context whose step is split, and what is run of each workload when all is to be tiny.
 _SPLITS = ((1, 128), (32, 250), (8, 2048))

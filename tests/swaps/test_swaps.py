@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
-from torch import nn
+from swap_checks import PARTLY, PROMPTS, WHOLE, stock_tokens, tokens
 
-from paged_backend import Engine, EngineConfig, SamplingParams
+from paged_backend import Engine, EngineConfig
+from paged_backend.config import SWAPS
 from paged_backend.errors import ConfigError
 from paged_backend.model.proof import prove
 from paged_backend.model.twin import Twin
-from paged_backend.swaps.fused import Fused, FusedLayer
+from paged_backend.swaps.fused import Fused
+from paged_backend.swaps.kind import SwapKind
 from paged_backend.swaps.swaps import swap_modules
 
-PROMPTS = [list(range(5, 45)), [9, 20, 33], [7] * 17, list(range(100, 130))]
-GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
-# Families whose layers have the common pattern, and those of which only parts are known.
-WHOLE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
-PARTLY = ["gpt2", "opt", "phimoe", "llama4", "deepseek_v2", "gpt_oss"]
-
 pytestmark = pytest.mark.filterwarnings("ignore::paged_backend.model.twin.ExpandedCacheWarning")
-
-
-def tokens(engine):
-    return [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
-
-
-@torch.no_grad()
-def stock_tokens(model):
-    rows = []
-    for prompt in PROMPTS:
-        out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=14, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        rows.append(out[0, len(prompt) :].tolist())
-    return rows
 
 
 @pytest.mark.parametrize("optimize", ["auto", "memory", "none", ["mlp"], ["linear", "norm"]], ids=str)
@@ -43,23 +26,6 @@ def test_every_setting_gives_stocks_greedy_tokens(tiny_model, family, optimize):
     model = tiny_model(family)
     engine = Engine(model, optimize=optimize, attention_backend="cpu", max_num_batched_tokens=16)
     assert tokens(engine) == stock_tokens(model)
-
-
-@pytest.mark.parametrize("family", WHOLE)
-def test_common_layers_are_swapped_whole(tiny_model, family):
-    stats = Engine(tiny_model(family)).stats()
-    assert stats.swaps_made == {"layer": 3, "linear": 1, "norm": 1}
-    assert stats.swaps_refused == {}
-    assert stats.packed_bytes > 0
-
-
-@pytest.mark.parametrize("family", PARTLY)
-def test_other_layers_are_refused_with_a_reason_and_their_parts_swapped(tiny_model, family):
-    stats = Engine(tiny_model(family)).stats()
-    assert "layer" not in stats.swaps_made
-    assert stats.swaps_made["linear"] > 0
-    assert len(stats.swaps_refused) >= 3
-    assert all(stats.swaps_refused.values())
 
 
 def test_no_optimisation_leaves_every_module():
@@ -74,6 +40,11 @@ def test_saving_memory_copies_no_weight(tiny_model):
     stats = Engine(tiny_model("llama"), optimize="memory").stats()
     assert stats.packed_bytes == 0
     assert stats.swaps_made == {"norm": 7}
+
+
+@pytest.mark.parametrize("name", SWAPS)
+def test_every_kind_has_a_file_of_its_name(name):
+    assert issubclass(importlib.import_module(f"paged_backend.swaps.{name}").KIND, SwapKind)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +79,7 @@ def test_the_users_model_is_untouched(tiny_model, optimize, quantize):
 
     with Engine(model, optimize=optimize, quantize=quantize) as engine:
         check()
-        engine.add_request(PROMPTS[0], GREEDY)
+        engine.add_request(PROMPTS[0])
         engine.step()
         check()
         first = tokens(engine)
@@ -132,55 +103,6 @@ def test_changed_weights_are_packed_again(tiny_model):
     assert engine.stats().swaps_made["layer"] == 3
 
 
-def test_a_hooked_layer_stays_and_its_hook_runs(tiny_model):
-    model = tiny_model("llama")
-    calls = []
-    model.model.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
-    engine = Engine(model)
-    calls.clear()
-    stats = engine.stats()
-    assert stats.swaps_made["layer"] == 2
-    assert "has hooks" in stats.swaps_refused["model.layers.1"]
-    assert tokens(engine) == stock_tokens(model)
-    assert calls
-
-
-def test_a_replaced_forward_is_left_alone(tiny_model):
-    model = tiny_model("llama")
-    mlp = model.model.layers[0].mlp
-    original = mlp.forward
-    mlp.forward = lambda x: original(x) * 0.5
-    engine = Engine(model)
-    assert "was replaced" in engine.stats().swaps_refused["model.layers.0"]
-    assert tokens(engine) == stock_tokens(model)
-
-
-@pytest.mark.parametrize("change", ["scale", "epsilon", "residual", "activation"])
-def test_a_layer_that_looks_right_and_computes_something_else_is_refused(tiny_model, change):
-    model = tiny_model("llama")
-    layer = model.model.layers[1]
-    if change == "residual":
-        # A class of its own, so that no instance attribute gives it away.
-        base = type(layer)
-
-        class Halved(base):
-            def forward(self, hidden_states, *args, **kwargs):
-                return hidden_states + 0.9 * (super().forward(hidden_states, *args, **kwargs) - hidden_states)
-
-        layer.__class__ = Halved
-    elif change == "activation":
-        layer.mlp.act_fn = nn.Tanh()
-    elif change == "epsilon":
-        layer.input_layernorm.variance_epsilon = 0.1
-    else:
-        layer.self_attn.scaling *= 3
-    engine = Engine(model)
-    refused = engine.stats().swaps_refused
-    # A scale is read off the call of attention and therefore right; everything else is refused.
-    assert ("model.layers.1" in refused) == (change != "scale")
-    assert tokens(engine) == stock_tokens(model)
-
-
 def test_swaps_that_fail_the_proof_are_undone(tiny_model, monkeypatch):
     model = tiny_model("llama")
     twin = Twin(model)
@@ -192,26 +114,6 @@ def test_swaps_that_fail_the_proof_are_undone(tiny_model, monkeypatch):
     assert swaps.packed_bytes == 0
     assert swaps.refused == {"the model": "a reason"}
     prove(model, twin)
-
-
-def test_past_the_crossover_the_original_layer_runs(tiny_model, monkeypatch):
-    model = tiny_model("llama")
-    engine = Engine(model)
-    layers = [module for module in engine.twin.module.modules() if isinstance(module, FusedLayer)]
-    ran = []
-    for layer in layers:
-        layer.most_rows = 8
-        layer.original.register_forward_hook(lambda *_: ran.append(1))
-    assert tokens(engine) == stock_tokens(model)
-    # The prompts are longer than that, their decodes are not.
-    assert 0 < len(ran) < 3 * 14
-
-
-def test_a_quantised_cache_keeps_layers_and_swaps_their_parts(tiny_model):
-    stats = Engine(tiny_model("llama"), kv_dtype="int8").stats()
-    assert "layer" not in stats.swaps_made
-    assert stats.swaps_made["mlp"] == 3
-    assert stats.swaps_refused["the layers"] == "their cache is quantised"
 
 
 def test_int8_weights_take_a_byte_each_and_stay_close(tiny_model):
