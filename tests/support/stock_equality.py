@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend import Engine
-from paged_backend.integrations import model_engines
+from paged_backend.integrations.huggingface import engines
 
 
 def left_padded(lengths: list[int], vocab_size: int = 256, pad_token_id: int = 0, seed: int = 0) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def tokens_drawn_early(model: PreTrainedModel, count: int) -> list[int]:
 
 def engines_of(model: PreTrainedModel) -> list[Engine]:
     """The engines that ``generate`` keeps for ``model``, one for each configuration, in the order of first use."""
-    known = model_engines._by_model.get(model)
+    known = engines._by_model.get(model)
     return [shared.engine for _, _, shared in known.engines] if known is not None else []
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin
 
 import paged_backend
 from paged_backend.errors import ConfigError
-from paged_backend.integrations import model_engines
+from paged_backend.integrations.huggingface import engines
 
 INPUTS = left_padded([5, 9])
 SHORT = {"max_new_tokens": 6}
@@ -194,11 +194,11 @@ def test_a_dead_model_takes_its_engine_and_cache_along():
     paged(model)
     (engine,) = engines_of(model)
     gone = [weakref.ref(model), weakref.ref(engine), weakref.ref(engine.runner.kv_cache)]
-    num_models = len(model_engines._by_model)
+    num_models = len(engines._by_model)
     del model, engine
     gc.collect()
     assert [ref() for ref in gone] == [None] * 3
-    assert len(model_engines._by_model) < num_models
+    assert len(engines._by_model) < num_models
 
 
 def test_release_closes_the_engines_and_the_next_call_makes_new_ones(fresh):
