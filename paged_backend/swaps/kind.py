@@ -34,7 +34,9 @@ class ModuleCall:
 
     def drawn(self) -> torch.Tensor:
         """Small numbers of the shape and dtype of the tensor given, always the same ones."""
-        drawn = torch.randn(self.x.shape, generator=torch.Generator().manual_seed(0))
+        drawn = torch.randn(
+            self.x.shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+        )
         return drawn.mul_(_SPREAD).to(self.x.dtype)
 
 

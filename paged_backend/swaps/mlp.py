@@ -66,7 +66,7 @@ def activation_of(mlp: nn.Module) -> int:
     function: Callable[..., torch.Tensor] | None = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
     if function is None:
         raise NoMatch(f"a {type(mlp).__name__} has no act_fn")
-    x = torch.linspace(-8, 8, 201)
+    x = torch.linspace(-8, 8, 201, dtype=torch.float32, device="cpu")
     with torch.inference_mode():
         values = function(x)
     for code, known in ((cpu.SILU_GATE, silu(x)), (cpu.GELU_GATE, gelu(x, approximate="tanh"))):

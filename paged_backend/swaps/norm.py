@@ -45,7 +45,7 @@ def norm_weight(module: nn.Module) -> tuple[torch.Tensor, float]:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or not isinstance(epsilon, float):
         raise NoMatch(f"a {type(module).__name__} is no RMS norm")
-    x = torch.linspace(-2, 3, weight.numel())[None].to(weight.dtype)
+    x = torch.linspace(-2, 3, weight.numel(), dtype=torch.float32, device="cpu")[None].to(weight.dtype)
     normed = x.float() * (x.float().square().mean() + epsilon).rsqrt()
     with torch.inference_mode():
         expected = module.forward(x).float()
