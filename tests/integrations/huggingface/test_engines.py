@@ -11,7 +11,7 @@ from threading import Event
 
 import pytest
 import torch
-from stock_equality import LENGTH, RAGGED, engine_of, engines_of, left_padded, paged
+from stock_equality import engine_of, engines_of, left_padded, paged
 
 from paged_backend.integrations.huggingface.engines import MAX_ENGINES
 from paged_backend.plugins.batches import Static, Window
