@@ -41,7 +41,8 @@ class SchedulingPolicy(ABC):
 
         ``add`` and ``remove`` are called only once the engine is done iterating. Whether the request yielded last was
         admitted shows in its ``is_waiting`` when the next one is asked for. Requests that are not yielded are held
-        back; see ``next_wakeup``.
+        back; see ``next_wakeup``. Requests that choose their tokens together (``Lockstep``) are admitted together: when
+        the first of them is, the others follow before anybody else, and only then other locksteps.
         """
 
     @abstractmethod

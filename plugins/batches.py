@@ -15,6 +15,7 @@ class Static(ChoosesVictim, KeyedPolicy):
 
     Guarantee: batches are formed by arrival, of whoever waits when the last one is over, so a partly filled batch never
     waits for more company; at no time do requests of two batches run. Of a batch, ``max_num_seqs`` run at once.
+    Requests that the engine keeps in step with one of a batch join it, whatever its size.
     """
 
     lookahead = 0
@@ -28,6 +29,12 @@ class Static(ChoosesVictim, KeyedPolicy):
     def key(self, request: RequestView) -> int:
         """Arrival."""
         return request.order
+
+    def remove(self, request: RequestView) -> None:
+        """O(log n) amortised."""
+        super().remove(request)
+        if not request.is_waiting and request not in self._unfinished:
+            self._unfinished += [request, *request.forks]
 
     def candidates(self, now: float) -> Generator[RequestView]:
         """Those of the batch that wait, by arrival."""

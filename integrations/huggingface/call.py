@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +34,8 @@ class GenerateCall:
             if not isinstance(plugins, (list, tuple)):
                 raise ConfigError(f"paged_config['plugins'] must be a list of modules or objects, got {plugins!r}")
         self.model = model
-        self.config = EngineConfig.from_options(options)
+        # Rows bring the starts of their random streams along, so that no engine is needed for each seed.
+        self.config = replace(EngineConfig.from_options(options), seed=None)
         self.plugins = tuple(plugins)
         self._limits_rows = isinstance(options, EngineConfig) or "max_num_seqs" in options
         self.reached = False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from paged_backend import RequestOutput, SamplingParams, SharedEngine
 from paged_backend.errors import ContextOverflow, EngineClosed
@@ -16,8 +17,11 @@ from paged_backend.integrations.huggingface.call import GenerateCall, refuse
 from paged_backend.integrations.huggingface.engines import engine_for
 from paged_backend.integrations.huggingface.loop import GenerationLoop, RowLost
 from paged_backend.integrations.huggingface.output import generate_output, refuse_outputs
-from paged_backend.integrations.huggingface.row_sampling import sampling_fields
+from paged_backend.integrations.huggingface.row_sampling import row_fields
 from paged_backend.integrations.huggingface.rows import Row, check_inputs, split_rows
+
+# More than any model has positions for; SamplingParams count no further.
+_MOST_TOKENS = 2**31 - 1
 
 
 def decode(
@@ -42,86 +46,88 @@ def decode(
     if synced_gpus:
         raise refuse("synced_gpus (ranks that step together)")
     refuse_outputs(generation_config)
-    engine = engine_for(call.model, call.config, call.plugins)
     rows = split_rows(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds"))
-    check_inputs(call.model, input_ids, rows, model_kwargs)
-
-    longest = min(c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria)
-    # Stock looks at the length after the first new token.
-    max_new_tokens = max(1, longest - input_ids.shape[1])
-    do_sample = bool(generation_config.do_sample)
-    common: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0 if do_sample else 0.0}
-    fields, loop = None, None
+    fields = None
     if streamer is None and not _wants_scores(generation_config):
-        common["stop_token_ids"] = _stop_token_ids(stopping_criteria, engine)
-        fields = _as_fields(logits_processor, stopping_criteria, rows, do_sample, common["stop_token_ids"])
-    if fields is None:
-        loop = GenerationLoop(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        engine = engine_for(call.model, call.config_for(len(rows)), call.plugins)
-        common["stop_token_ids"] = ()
-        fields = [{}] * len(rows)
-    limits = [_within_positions(engine, row, max_new_tokens) for row in rows]
-    _check_room(engine, rows, limits, loop)
-
-    # Drawn at the call, so that torch.manual_seed reproduces the result whatever else the engine runs.
-    seeds = torch.randint(2**63 - 1, (len(rows),)).tolist() if do_sample else [None] * len(rows)
-    requests = []
-    for row, limit, seed, own in zip(rows, limits, seeds, fields, strict=True):
-        own = {**own, "max_tokens": limit, "min_tokens": min(own.get("min_tokens", 0), limit), "seed": seed}
-        requests.append({"prompt": row.prompt, "params": SamplingParams(**{**common, **own}), "metadata": row.index})
-        if row.embeds is not None:
-            requests[-1]["prompt_embeds"] = row.embeds
-        if loop is not None:
-            requests[-1] |= {"lockstep": loop, "stop_condition": loop.ends}
-    outputs = engine.run(requests)
-    _check(outputs, [limit < max_new_tokens for limit in limits])
-
-    sequences = _padded(input_ids, outputs, generation_config._pad_token_tensor) if loop is None else loop.input_ids
+        fields = row_fields(logits_processor, stopping_criteria, rows, do_sample=bool(generation_config.do_sample))
+    config = call.config_for(len(rows)) if fields is None else call.config
+    with engine_for(call.model, config, call.plugins) as engine:
+        check_inputs(call.model, input_ids, rows, model_kwargs)
+        batch = _Batch(engine, rows, _max_new_tokens(stopping_criteria, input_ids.shape[1]))
+        if fields is not None:
+            sequences = _row_by_row(batch, fields, input_ids, generation_config)
+            fed, scores, logits = sequences, None, None
+        else:
+            loop = GenerationLoop(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+            _in_step(batch, loop)
+            sequences, fed, scores, logits = loop.input_ids, loop.fed_ids, loop.scores, loop.logits
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
         return sequences
-    scores, logits = (None, None) if loop is None else (loop.scores, loop.logits)
-    return generate_output(call.model, input_ids, sequences, scores, logits, model_kwargs)
+    return generate_output(call.model, sequences, fed, input_ids.shape[1], scores, logits, model_kwargs)
+
+
+class _Batch:
+    """The rows of one call and the engine that they run on.
+
+    limits: how many tokens to ask for in each row. What the model's positions hold may be less than ``max_new_tokens``,
+    as the row may end before it needs more.
+    """
+
+    def __init__(self, engine: SharedEngine, rows: Sequence[Row], max_new_tokens: int) -> None:
+        self.engine = engine
+        self.rows = rows
+        self.max_new_tokens = max_new_tokens
+        most = engine.max_model_len
+        self.limits = [
+            max_new_tokens if most is None else max(1, min(max_new_tokens, most - len(row.prompt))) for row in rows
+        ]
+
+    def run(self, fields: Sequence[dict[str, Any]], do_sample: bool, **options: Any) -> list[RequestOutput]:
+        """Each row with its fields of SamplingParams and what all of them share; raises what kept one from its end."""
+        # Drawn at the call, so that torch.manual_seed reproduces the result whatever else the engine runs.
+        seeds = torch.randint(2**63 - 1, (len(self.rows),)).tolist() if do_sample else [None] * len(self.rows)
+        requests = []
+        for row, limit, seed, own in zip(self.rows, self.limits, seeds, fields, strict=True):
+            params = {"ignore_eos": True, "temperature": 1.0 if do_sample else 0.0, **own}
+            params |= {"max_tokens": limit, "min_tokens": min(own.get("min_tokens", 0), limit), "seed": seed}
+            request = {"prompt": row.prompt, "prompt_embeds": row.embeds, "params": SamplingParams(**params)}
+            requests.append({**request, "metadata": row.index, **options})
+        outputs = self.engine.run(requests)
+        _check(outputs, [limit < self.max_new_tokens for limit in self.limits])
+        return outputs
+
+
+def _row_by_row(batch: _Batch, fields: Sequence[dict[str, Any]], input_ids: Tensor, config: GenerationConfig) -> Tensor:
+    """Every row as a request that the engine finishes by itself; returns the sequences, [B, L + T]."""
+    # Configurations name tokens too that never come up, such as -1 for none.
+    stops = [token for token in fields[0]["stop_token_ids"] if 0 <= token < batch.engine.vocab_size]
+    outputs = batch.run([{**own, "stop_token_ids": stops} for own in fields], bool(config.do_sample))
+    return _padded(input_ids, outputs, config._pad_token_tensor)
+
+
+def _in_step(batch: _Batch, loop: GenerationLoop) -> None:
+    """All rows together, turning stock's loop, which keeps what comes out."""
+    lengths = [len(row.prompt) + limit for row, limit in zip(batch.rows, batch.limits, strict=True)]
+    if not batch.engine.runs_at_once(lengths):
+        raise refuse(
+            f"a streamer, scores, or a processor or criterion that sees all rows at once (here {len(lengths)} rows, "
+            f"{sum(lengths)} tokens) where not all of them can run at once",
+            "raise max_num_seqs or kv_cache_memory in paged_config, give fewer rows",
+        )
+    batch.run([{}] * len(lengths), loop.samples, lockstep=loop, stop_condition=loop.ends)
 
 
 def _wants_scores(config: GenerationConfig) -> bool:
     return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
 
 
-def _stop_token_ids(criteria: StoppingCriteriaList, engine: SharedEngine) -> list[int]:
-    """The end-of-sequence tokens that can come up; configurations name others too, such as -1 for none."""
-    tokens = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1).tolist()}
-    return sorted(token for token in tokens if 0 <= token < engine.engine.twin.vocab_size)
-
-
-def _as_fields(
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    rows: Sequence[Row],
-    do_sample: bool,
-    stop_token_ids: Sequence[int],
-) -> list[dict[str, Any]] | None:
-    """What the engine has to be told to do all this by itself, or None if it cannot."""
-    if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria):
-        return None
-    return sampling_fields(processors, rows, do_sample=do_sample, stop_token_ids=stop_token_ids)
-
-
-def _within_positions(engine: SharedEngine, row: Row, max_new_tokens: int) -> int:
-    """How many tokens to ask for: what the model's positions still hold, as the row may end before it needs more."""
-    most = engine.engine.max_model_len
-    return max_new_tokens if most is None else max(1, min(max_new_tokens, most - len(row.prompt)))
-
-
-def _check_room(engine: SharedEngine, rows: Sequence[Row], limits: Sequence[int], loop: GenerationLoop | None) -> None:
-    lengths = [len(row.prompt) + limit for row, limit in zip(rows, limits, strict=True)]
-    if loop is not None and not engine.engine.runs_at_once(lengths):
-        raise refuse(
-            f"a streamer, scores, or a processor or criterion that sees all rows at once (here {len(rows)} rows, "
-            f"{sum(lengths)} tokens) where not all of them can run at once",
-            "raise max_num_seqs or kv_cache_memory in paged_config, give fewer rows",
-        )
+def _max_new_tokens(criteria: StoppingCriteriaList, num_shown: int) -> int:
+    """How many tokens the lengths among ``criteria`` leave behind ``num_shown``; stock looks after the first one."""
+    # Any number does for stock, and so does a tensor of one.
+    longest = min(float(c.max_length) for c in criteria if type(c) is MaxLengthCriteria)
+    return max(1, math.ceil(min(longest - num_shown, _MOST_TOKENS)))
 
 
 def _check(outputs: Sequence[RequestOutput], cut_short: Sequence[bool]) -> None:

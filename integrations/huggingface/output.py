@@ -28,31 +28,32 @@ def refuse_outputs(config: GenerationConfig) -> None:
 
 def generate_output(
     model: Any,
-    prompts: Tensor,
     sequences: Tensor,
+    fed: Tensor,
+    num_shown: int,
     scores: tuple[Tensor, ...] | None,
     logits: tuple[Tensor, ...] | None,
     model_kwargs: dict[str, Any],
 ) -> GenerateDecoderOnlyOutput:
     """The dictionary that stock returns, its cache included.
 
-    prompts: [B, L]. sequences: [B, L + T]. scores, logits: T times [B, V] float32, or None. model_kwargs: what stock
-    prepared for its loop, an empty cache of the model's own kind among it.
+    sequences: [B, L + T], of which ``num_shown`` columns are the prompts. fed: the same as the model was given it,
+    which a processor may have written over since. scores, logits: T times [B, V] float32, or None. model_kwargs: what
+    stock prepared for its loop, an empty cache of the model's own kind among it.
     """
     cache = model_kwargs.get(_CACHE_FIELD)
     if cache is not None:
-        _fill(cache, model, prompts, sequences, model_kwargs)
+        _fill(cache, model, fed[:, :num_shown], fed[:, num_shown:-1], model_kwargs)
     fields: dict[str, Any] = {"sequences": sequences, "scores": scores, "logits": logits, _CACHE_FIELD: cache}
     return GenerateDecoderOnlyOutput(**fields)
 
 
-def _fill(cache: Any, model: Any, prompts: Tensor, sequences: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Put the keys and values of all tokens but the last, which stock has not fed either, into ``cache``.
+def _fill(cache: Any, model: Any, prompts: Tensor, fed: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Put the keys and values of the prompts and of what was fed behind them, [B, L] and [B, T - 1], into ``cache``.
 
     The model itself computes them in two passes, so that stock code can go on from the cache in every respect: like
     stock's, the prompts' pass sees nothing of what follows, which padding would otherwise take in.
     """
-    fed = sequences[:, prompts.shape[1] : -1]
     model._prefill(prompts, GenerationConfig(), dict(model_kwargs))
     num_prompt_tokens = cache.get_seq_length()
     if fed.shape[1] > 0:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from paged_backend.integrations.huggingface.rows import Row
 
@@ -24,19 +25,25 @@ _ORDER: tuple[type, ...] = (
 )
 
 
-def sampling_fields(
-    processors: LogitsProcessorList, rows: Sequence[Row], *, do_sample: bool, stop_token_ids: Sequence[int]
+def row_fields(
+    processors: LogitsProcessorList, criteria: StoppingCriteriaList, rows: Sequence[Row], *, do_sample: bool
 ) -> list[dict[str, Any]] | None:
-    """For each row the fields of SamplingParams that equal the processors, or None if there are no such fields."""
+    """For each row the fields of SamplingParams that equal the processors and criteria, or None if there are none.
+
+    ``stop_token_ids`` are as the criteria have them, be they tokens or not; lengths are left to the caller.
+    """
+    if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria):
+        return None
+    stops = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1).tolist()}
     # A subclass may do anything.
     places = [_ORDER.index(type(processor)) if type(processor) in _ORDER else -1 for processor in processors]
     if -1 in places or places != sorted(set(places)):
         return None
     all_fields = []
     for row in rows:
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"stop_token_ids": sorted(stops)}
         for processor in processors:
-            field = _field(processor, row, do_sample, stop_token_ids)
+            field = _field(processor, row, do_sample, stops)
             if field is None:
                 return None
             name, value = field
@@ -45,7 +52,7 @@ def sampling_fields(
     return all_fields
 
 
-def _field(processor: Any, row: Row, do_sample: bool, stop_token_ids: Sequence[int]) -> tuple[str, Any] | None:
+def _field(processor: Any, row: Row, do_sample: bool, stop_token_ids: Set[int]) -> tuple[str, Any] | None:
     match processor:
         case logits_process.RepetitionPenaltyLogitsProcessor() if row.embeds is not None:
             # The engine would take the stand-in for what was said.
@@ -74,5 +81,5 @@ def _field(processor: Any, row: Row, do_sample: bool, stop_token_ids: Sequence[i
     return None
 
 
-def _equal(eos_token_id: Tensor, stop_token_ids: Sequence[int]) -> bool:
-    return set(eos_token_id.reshape(-1).tolist()) == set(stop_token_ids)
+def _equal(eos_token_id: Tensor, stop_token_ids: Set[int]) -> bool:
+    return set(eos_token_id.reshape(-1).tolist()) == stop_token_ids

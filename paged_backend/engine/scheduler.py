@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from paged_backend.memory.block_manager import BlockManager, PrefixMatch
 from paged_backend.outputs import FinishReason
 from paged_backend.policy.policy_guard import PolicyGuard
+from paged_backend.request.lockstep import Lockstep
 from paged_backend.request.request import Request
 from paged_backend.request.state import RequestState
 
@@ -60,7 +61,8 @@ class Scheduler:
     A policy that ranks prefills may put a new request ahead of half-computed prompts. ``running`` is in order of
     admission. ``held_until`` is when to plan again if the policy holds everybody back while nothing runs, else None.
     The policy orders, the block manager gives blocks, the scheduler decides that
-    something always moves: whoever runs alone fits, and a victim comes back ahead of later arrivals.
+    something always moves: whoever runs alone fits, a victim comes back ahead of later arrivals, and the members of a
+    lockstep begin one behind the other, whatever the policy says of those behind the first.
     """
 
     def __init__(self, blocks: BlockManager, policy: PolicyGuard, max_num_batched_tokens: int) -> None:
@@ -103,7 +105,7 @@ class Scheduler:
         ranked = self.policy.rank_prefills([*self._prefilling], now)
         prefilling, budget = list(ranked), self.max_num_batched_tokens
         if not step.preempted and (self.policy.can_preempt or self._free_seats() > 0):
-            budget = self._admit(step, self.policy.candidates(now), prefilling, budget, now)
+            budget = self._admit(step, self._in_groups(self.policy.candidates(now)), prefilling, budget, now)
         budget = self._feed(prefilling, budget, step)
         if not step and self._prefilling:
             first = next(request for request in [*ranked, *self._prefilling] if request in self._prefilling)
@@ -112,7 +114,7 @@ class Scheduler:
         if len(self.policy) and not self.running and not step.preempted:
             self.held_until = None if drain else self.policy.hold_until(now)
             if self.held_until is None:
-                self._admit(step, self.policy.by_arrival(), [], budget, now)
+                self._admit(step, self._in_groups(self.policy.by_arrival()), [], budget, now)
         for request in step.requests:
             request.last_scheduled_time = now
         return step
@@ -212,6 +214,35 @@ class Scheduler:
             for request in set_aside:
                 self.policy.add(request, now)
         return budget
+
+    def _in_groups(self, candidates: Generator[Request]) -> Generator[Request]:
+        """``candidates``, but one lockstep at a time, and its members as one: behind the first go all the others.
+
+        None of them gets a token before the last one runs, so nobody else begins until then. Members of two locksteps
+        could take the room that the other needs, each for ever.
+        """
+        lockstep = next((request.lockstep for request in self.running if request.lockstep is not None), None)
+        with closing(candidates):
+            if not (yield from self._rest_of(lockstep)):
+                return
+            for request in candidates:
+                is_of_another = request.lockstep is not None and lockstep not in (None, request.lockstep)
+                if is_of_another or request in self.running:
+                    continue
+                yield request
+                if request.lockstep is not None and request in self.running:
+                    lockstep = request.lockstep
+                    if not (yield from self._rest_of(lockstep)):
+                        return
+
+    def _rest_of(self, lockstep: Lockstep | None) -> Generator[Request, None, bool]:
+        """Its members that wait, until one of them finds no room; returns whether there was room for all."""
+        for member in [] if lockstep is None else lockstep.members:
+            if member in self.policy and member not in self.running:
+                yield member
+                if member not in self.running:
+                    return False
+        return True
 
     def _ahead_of(self, candidate: Request, prefilling: list[Request], now: float) -> list[Request]:
         """Take those out of ``prefilling`` that get budget before ``candidate`` does."""

@@ -168,8 +168,8 @@ class ServedModel:
         """Whether requests of these lengths (prompt and output) can all run at the same time, if nothing else does."""
         if len(lengths) > self.config.max_num_seqs:
             return False
-        need, have = self._blocks_for(lengths), self.num_blocks
-        return self.elastic or all(n <= h for n, h in zip(need, have, strict=True))
+        need, pools = self._blocks_for(lengths), self.blocks.pools
+        return self.elastic or all(n <= p.num_blocks - p.num_pinned for n, p in zip(need, pools, strict=True))
 
     def fit(self, lengths: Sequence[int], *, is_idle: bool) -> None:
         """Size an elastic cache so that requests of these lengths run at once; an idle one may shrink."""

@@ -162,6 +162,13 @@ class Request:
         self.output.token_ids.append(token)
         self.tokens_since_admission += 1
 
+    def replace_last_token(self, token: int) -> None:
+        """Let another token stand, and be fed, in the place of the last one, which nothing was computed of yet."""
+        self.token_ids[-1] = self.output.token_ids[-1] = token
+        self.output.new_token_ids = [token]
+        # It follows from the tokens.
+        self.sampling_state = None
+
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.state.value}, prompt={self.num_prompt_tokens}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import weakref
 from collections.abc import Collection, Sequence
@@ -99,6 +100,16 @@ def _library() -> Any:
 
 _tokenizers: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], int], Any]] = weakref.WeakKeyDictionary()
 _tokenizers_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    # A thread that the child does not have may have held it.
+    global _tokenizers_lock
+    _tokenizers_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _library_tokenizer(tokenizer: Any, eos_token_ids: tuple[int, ...], vocab_size: int) -> Any:

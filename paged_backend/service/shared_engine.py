@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +41,9 @@ class SharedEngine(StaysHere):
         self._running: list[_Submission] = []
         self._abandoned: list[_Submission] = []
         self._closed = False
+        # Whether a thread that the process does not have, being the child of a fork, was in the middle of using it.
+        self.is_lost = False
+        _shared_engines.add(self)
 
     def run(self, requests: Sequence[Mapping[str, Any]]) -> list[RequestOutput]:
         """Run requests, each the arguments of ``Engine.add_request``, to their end; their outputs in the same order.
@@ -58,6 +63,11 @@ class SharedEngine(StaysHere):
             with self._lock:
                 if self._closed:
                     raise EngineClosed("the engine is closed; make a new one")
+                if self.is_lost:
+                    raise EngineClosed(
+                        "the process was forked while another thread ran this engine; make one in the process that "
+                        "uses it"
+                    )
                 self._inbox.append(submission)
                 if self._leader is None:
                     self._appoint(submission)
@@ -70,12 +80,36 @@ class SharedEngine(StaysHere):
             raise submission.error
         return submission.outputs
 
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids the model has."""
+        return self.engine.twin.vocab_size
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of a request, prompt and output; None without a limit."""
+        return self.engine.max_model_len
+
+    def runs_at_once(self, lengths: Sequence[int]) -> bool:
+        """Whether requests of these lengths (prompt and output) can all run at the same time, if nothing else does."""
+        return self.engine.runs_at_once(lengths)
+
     def close(self) -> None:
         """Close the engine once nobody uses it; no further call is taken."""
         with self._lock:
             self._closed = True
-            if self._leader is None and not self.engine.is_closed:
+            if self._leader is None and not self.is_lost and not self.engine.is_closed:
                 self.engine.close()
+
+    def _forked(self) -> None:
+        """In the child of a fork only the thread that forked exists, and a lock may be held for ever."""
+        was_held, self._lock = self._lock.locked(), threading.Lock()
+        if self._leading_thread == threading.get_ident():
+            # From inside of a step: it goes on, for itself alone.
+            self._abandoned += [s for s in {*self._running, *self._inbox} if s is not self._leader]
+        else:
+            self.is_lost = was_held or self._leader is not None
+            self._leader = None
 
     def _appoint(self, submission: _Submission) -> None:
         self._leader = submission
@@ -116,9 +150,6 @@ class SharedEngine(StaysHere):
 
     def _take_in(self) -> None:
         for submission in list(self._inbox):
-            # Two that hold their own members back could take the room that the other needs, each for ever.
-            if submission.in_lockstep and any(s.in_lockstep for s in self._running if s is not submission):
-                continue
             self._admit(submission)
             if submission.error is not None:
                 submission.wake.set()
@@ -129,13 +160,13 @@ class SharedEngine(StaysHere):
     def _admit(self, submission: _Submission) -> None:
         """Add the requests to the engine; one that is refused takes back the others and is the submission's error."""
         try:
-            self.engine.fit([n for s in [*self._running, submission] for n in s.lengths()])
+            self.engine.fit([n for s in [*self._running, submission] for n in s.lengths])
             # Begins where an interrupted leader stopped.
             for request in submission.requests[len(submission.request_ids) :]:
                 # Whoever waits for a result has its requests already, so max_waiting has nothing to hold off.
                 prepared = self.engine.prepare(**request)
                 self.engine.enqueue(prepared)
-                submission.outputs += self.engine.outputs(prepared.request_id)
+                submission.outputs += [sample.output for sample in (prepared, *prepared.forks)]
                 submission.request_ids.append(prepared.request_id)
         except Exception as error:
             self._abort(submission)
@@ -166,11 +197,21 @@ class SharedEngine(StaysHere):
 
 
 class _Submission:
-    """One thread's requests, and the event on which it sleeps until they are over or it has to lead."""
+    """One thread's requests, and the event on which it sleeps until they are over or it has to lead.
+
+    lengths: the most tokens, prompt and output, of every sample; the engine itself measures texts and default params.
+    """
 
     def __init__(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        self.requests = requests
-        self.in_lockstep = any(request.get("lockstep") is not None for request in requests)
+        self.requests: list[Mapping[str, Any]] = []
+        self.lengths: list[int] = []
+        for request in requests:
+            prompt, params = request["prompt"], request.get("params")
+            if params is not None:
+                params = sampling_params(params)
+                if not isinstance(prompt, str):
+                    self.lengths += [len(prompt) + params.max_tokens] * params.n
+            self.requests.append({**request, "params": params})
         self.request_ids: list[str] = []
         self.outputs: list[RequestOutput] = []
         self.error: Exception | None = None
@@ -183,12 +224,14 @@ class _Submission:
         added = len(self.request_ids) == len(self.requests)
         return added and all(output.finished for output in self.outputs)
 
-    def lengths(self) -> list[int]:
-        """The most tokens, prompt and output, of every sample; the engine itself measures texts and default params."""
-        lengths = []
-        for request in self.requests:
-            prompt, params = request["prompt"], request.get("params")
-            if params is not None and not isinstance(prompt, str):
-                params = sampling_params(params)
-                lengths += [len(prompt) + params.max_tokens] * params.n
-        return lengths
+
+_shared_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_shared_engines):
+        engine._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -9,6 +9,7 @@ from tiny_models import make_tiny
 
 from paged_backend import Engine, Lockstep, SamplingParams
 from paged_backend.errors import SamplingFailed
+from paged_backend.policies import KeyedPolicy
 
 LENGTHS = (5, 23, 9, 1, 14, 40)
 NUM_TOKENS = 12
@@ -168,9 +169,106 @@ def test_an_aborted_member_does_not_hold_the_others(llama, prompts):
     assert [output.finish_reason for output in outputs] == ["length"] * 5 + ["abort"]
 
 
+class ByArrival(KeyedPolicy):
+    """The base of policies that would part the members of a lockstep."""
+
+    def key(self, request):
+        return request.order
+
+
+class OneAtATime(ByArrival):
+    def candidates(self, now):
+        if not self.running:
+            yield from super().candidates(now)
+
+    running = False
+
+    def remove(self, request):
+        super().remove(request)
+        self.running = self.running or not request.is_waiting
+
+    def on_finished(self, request, now):
+        self.running = False
+
+
+class OthersFirst(ByArrival):
+    def key(self, request):
+        return request.metadata is not None, request.order
+
+
+class SetsAside(ByArrival):
+    """Sets anybody aside for anybody, and members first when memory runs out."""
+
+    def preempts(self, candidate, running, now):
+        return running[0]
+
+    def victim(self, running, now):
+        return max(running, key=lambda request: (request.metadata is not None, request.order))
+
+
+class Nobody(ByArrival):
+    def candidates(self, now):
+        return iter(())
+
+
+POLICIES = {
+    "static": ("static", {"batch": 4}),
+    "window": ("window", {"batch": 4, "window_ms": 1}),
+    "one at a time": (OneAtATime, {}),
+    "others first": (OthersFirst, {}),
+    "sets aside": (SetsAside, {}),
+    "nobody": (Nobody, {}),
+}
+
+
+@pytest.mark.parametrize("memory", [None, 150_000], ids=["room for all", "little room"])
+@pytest.mark.parametrize(("scheduler", "options"), POLICIES.values(), ids=POLICIES)
+def test_no_policy_parts_members_for_ever(llama, prompts, expected, scheduler, options, memory):
+    engine = Engine(
+        llama, block_size=4, max_num_seqs=8, kv_cache_memory=memory, scheduler=scheduler, scheduler_options=options
+    )
+    others = [engine.outputs(engine.add_request([n, 8, 9], GREEDY))[0] for n in range(3, 6)]
+    lockstep = Recorder()
+    ids = [engine.add_request(prompt, GREEDY, lockstep=lockstep, metadata="member") for prompt in prompts[:3]]
+    others += [engine.outputs(engine.add_request([n, 8, 9], GREEDY))[0] for n in range(6, 9)]
+    ids += [engine.add_request(prompt, GREEDY, lockstep=lockstep, metadata="member") for prompt in prompts[3:]]
+    outputs = [engine.outputs(request_id)[0] for request_id in ids]
+    run(engine, [], lockstep)
+    assert lockstep.calls == [[step] * len(prompts) for step in range(NUM_TOKENS)]
+    assert all(output.finish_reason == "length" for output in others)
+    for prompt, output, tokens in zip(prompts, outputs, expected, strict=True):
+        assert_greedy(llama, prompt, output.token_ids, tokens)
+
+
+@pytest.mark.parametrize("scheduler", ["fifo", "static", SetsAside, Nobody])
+def test_two_locksteps_that_do_not_fit_side_by_side_run_one_after_the_other(llama, prompts, scheduler):
+    engine = Engine(llama, elastic=True, max_num_seqs=5, scheduler=scheduler)
+    locksteps = [Recorder(), Recorder()]
+    for prompt in prompts[:4]:
+        for lockstep in locksteps:
+            engine.add_request(prompt, GREEDY, lockstep=lockstep)
+    run(engine, [], None)
+    assert [lockstep.calls for lockstep in locksteps] == [[[step] * 4 for step in range(NUM_TOKENS)]] * 2
+
+
+def test_a_batch_goes_on_until_the_last_member_that_joined_it_is_over(llama, prompts):
+    engine = Engine(llama, elastic=True, scheduler="static", scheduler_options={"batch": 2})
+    lockstep = Recorder()
+    for prompt in prompts:
+        engine.add_request(prompt, GREEDY, lockstep=lockstep, stop_condition=lambda r: r.num_prompt_tokens != 40)
+    later = engine.outputs(engine.add_request([7, 8, 9], GREEDY))[0]
+    run(engine, [], None)
+    assert [len(call) for call in lockstep.calls] == [6] + [1] * (NUM_TOKENS - 1)
+    assert later.metrics.first_scheduled_time > max(m.output.metrics.finished_time for m in lockstep.members)
+
+
 def test_whether_requests_run_at_once_is_known_beforehand(llama):
     assert Engine(llama, elastic=True, max_num_seqs=3).runs_at_once([1000] * 3)
     assert not Engine(llama, elastic=True, max_num_seqs=3).runs_at_once([10] * 4)
     engine = Engine(llama, kv_cache_memory=60_000)
     assert engine.runs_at_once([16] * 2)
     assert not engine.runs_at_once([100] * 2)
+    (prefix,) = draw_prompts([16])
+    engine.pin_prefix(prefix)
+    engine.generate([*prefix, 5], SamplingParams(max_tokens=1))
+    assert not engine.runs_at_once([16] * 2)

@@ -36,9 +36,9 @@ def tokens_drawn_early(model: PreTrainedModel, count: int) -> list[int]:
 
 
 def engines_of(model: PreTrainedModel) -> list[Engine]:
-    """The engines that ``generate`` keeps for ``model``, one for each configuration, in the order of first use."""
+    """The engines that ``generate`` keeps for ``model``, one for each configuration, least recently used first."""
     known = engines._by_model.get(model)
-    return [shared.engine for _, _, shared in known.engines] if known is not None else []
+    return [kept.engine.engine for kept in known.kept] if known is not None else []
 
 
 def engine_of(model: PreTrainedModel) -> Engine:

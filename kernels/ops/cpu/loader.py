@@ -36,6 +36,15 @@ LEVELS = {
 _building = threading.Lock()
 
 
+def _after_fork() -> None:
+    # A thread that the child does not have may have held it.
+    global _building
+    _building = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class UnavailableWarning(UserWarning):
     """The C++ operations could not be compiled, so that plain torch runs in their place."""
 

@@ -11,6 +11,8 @@ from stock_equality import (
     LENGTH,
     RAGGED,
     assert_equals_stock,
+    assert_same_cache,
+    assert_same_scores,
     engine_of,
     left_padded,
     paged,
@@ -150,6 +152,64 @@ def test_a_processor_that_mixes_rows_acts_as_in_stock(llama):
     )
 
 
+def rewrite_last(input_ids, scores, **kwargs):
+    """Puts another token in the place of the last one."""
+    input_ids[:, -1] = (input_ids[:, -1] * 7 + 3) % 250
+    return False
+
+
+def rewrite_earlier(input_ids, scores, **kwargs):
+    """Changes what is shown of the tokens before the last one."""
+    input_ids[:, -3:-1] += 1
+    return False
+
+
+@pytest.mark.parametrize("rewrite", [rewrite_last, rewrite_earlier])
+@pytest.mark.parametrize("as_what", ["criterion", "processor"])
+def test_tokens_that_are_written_over_in_place_are_shown_and_fed_as_in_stock(llama, rewrite, as_what):
+    def process(input_ids, scores):
+        rewrite(input_ids, scores)
+        return scores
+
+    options = {"return_dict_in_generate": True, "output_scores": True}
+    if as_what == "criterion":
+        options["stopping_criteria"] = StoppingCriteriaList([rewrite])
+    else:
+        options["logits_processor"] = LogitsProcessorList([process])
+    inputs = left_padded([9, 5, 12])
+    # Both ways may change the prompts that they are given.
+    theirs = llama.generate(**{name: value.clone() for name, value in inputs.items()}, **LENGTH, **options)
+    ours = paged(llama, {name: value.clone() for name, value in inputs.items()}, **options)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert_same_scores(ours.scores, theirs.scores)
+    assert_same_cache(ours.cache, theirs.cache)
+
+
+def test_a_token_that_is_written_over_without_a_cache_is_refused_where_stock_feeds_it_again(llama):
+    last, earlier = StoppingCriteriaList([rewrite_last]), StoppingCriteriaList([rewrite_earlier])
+    assert_equals_stock(llama, left_padded([9]), **LENGTH, stopping_criteria=last, use_cache=False)
+    with pytest.raises(UnsupportedCall, match="writes over earlier tokens while use_cache=False"):
+        paged(llama, left_padded([9]), stopping_criteria=earlier, use_cache=False)
+
+
+def test_a_token_outside_the_vocabulary_that_a_criterion_writes_fails_its_call_alone(fresh):
+    def spoil(input_ids, scores):
+        input_ids[:, -1] = 256
+        return False
+
+    with pytest.raises(SamplingFailed, match="token 256"):
+        paged(fresh, stopping_criteria=StoppingCriteriaList([spoil]))
+    assert_all_blocks_are_back(engine_of(fresh))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64, torch.float16])
+def test_a_processor_of_values_of_another_type_acts_as_in_stock(llama, dtype):
+    def process(input_ids, scores):
+        return (scores * 1000).clamp(-30000, 30000).to(dtype)
+
+    assert_equals_stock(llama, left_padded([9, 5]), **LENGTH, logits_processor=LogitsProcessorList([process]))
+
+
 def test_a_processor_with_a_state_of_its_own_acts_as_in_stock(llama):
     class Alternates(LogitsProcessor):
         def __init__(self):
@@ -207,6 +267,19 @@ def test_rows_that_have_to_run_at_once_get_the_seats_for_it_unless_the_caller_fo
     for paged_config in ({"max_num_seqs": 299}, {"kv_cache_memory": 400_000, "max_num_seqs": 300}):
         with pytest.raises(UnsupportedCall, match=r"300 rows.*max_num_seqs or kv_cache_memory"):
             paged(llama, inputs, **options, paged_config=paged_config)
+
+
+@pytest.mark.parametrize("scheduler", ["static", "window"])
+def test_rows_in_step_equal_stock_whatever_batches_the_scheduler_makes(fresh, scheduler):
+    options = {**LENGTH, "max_new_tokens": 4, "no_repeat_ngram_size": 2}
+    paged_config = {"scheduler": scheduler, "scheduler_options": {"batch": 2}}
+    assert_equals_stock(fresh, left_padded([3, 1, 5, 2, 4]), **options, paged_config=paged_config)
+    # Beside other calls too, with fewer rows than the batch.
+    calls = [(left_padded([3 + n, 2, 7], seed=n), options if n % 2 else LENGTH) for n in range(6)]
+    expected = [fresh.generate(**inputs, **own) for inputs, own in calls]
+    with ThreadPoolExecutor(6) as pool:
+        futures = [pool.submit(paged, fresh, inputs, paged_config=paged_config, **own) for inputs, own in calls]
+        assert all(map(torch.equal, [future.result(60) for future in futures], expected))
 
 
 def test_max_time_ends_the_call(llama):
