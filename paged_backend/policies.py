@@ -73,7 +73,8 @@ class SchedulingPolicy(ABC):
         """When ``candidates`` will yield somebody though nothing arrives; asked when nothing runs and none was yielded.
 
         A time after ``now`` and within a minute of the first such answer; the engine sleeps until then, unless it
-        knows that nothing more will come. Default: None, and the engine starts the earliest arrivals.
+        knows that nothing more will come. Default: None, and the engine starts the earliest arrivals. So it does for
+        good, without asking again, once a policy has held everybody back and has no such time when that one came.
         """
         return None
 

@@ -92,16 +92,21 @@ app.command()(chat)
 
 @app.command()
 def plugins() -> None:
-    """List the policies that an engine can be given by name, each with the plugin and the distribution it came from."""
+    """List the policies that an engine can be given by name, each with the plugin and the distribution it came from.
+
+    An installed plugin that is broken stands there with the reason, and no engine loads it.
+    """
     with errors_in_words():
         from paged_backend.policy.plugin_manager import PluginManager
 
-        table = Table("kind", "name", Column("plugin", overflow="fold"), Column("distribution", overflow="fold"))
+        table = Table("kind", *(Column(name, overflow="fold") for name in ("name", "plugin", "distribution")))
         for plugin in PluginManager().describe():
             for kind, names in plugin.names.items():
                 for name in names:
                     table.add_row(kind, name, plugin.name, plugin.source)
-            if not any(plugin.names.values()):
+            if plugin.error is not None:
+                table.add_row("broken", plugin.error, plugin.name, plugin.source)
+            elif not any(plugin.names.values()):
                 table.add_row("no policy", ", ".join(plugin.hooks), plugin.name, plugin.source)
         Terminal().print(table)
 

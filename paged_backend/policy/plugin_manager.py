@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,14 +19,16 @@ from paged_backend.checks import describe
 from paged_backend.config import check_block_size
 from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
 from paged_backend.policies import BlockSizeRule, EvictionPolicy, SchedulingPolicy
+from paged_backend.policy.entry_points import PLUGINS_VARIABLE, distribution_of, entry_points, loaded
 from paged_backend.policy.policy_errors import FAILED, ErrorHandler, call, name_of
+
+logger = logging.getLogger("paged_backend")
 
 BUILT_IN = (
     "paged_backend.plugins.schedulers",
     "paged_backend.plugins.eviction",
     "paged_backend.plugins.block_sizes",
 )
-PLUGINS_VARIABLE = "PAGED_BACKEND_PLUGINS"
 TRACE_VARIABLE = "PAGED_BACKEND_TRACE_HOOKS"
 KINDS = ("scheduler", "eviction", "block_size", "attention_backend")
 NOTIFICATIONS = (
@@ -36,14 +39,19 @@ NOTIFICATIONS = (
     "step_finished",
     "engine_stopped",
 )
+# What pluggy marks a hook's declaration with.
+_SPEC = f"{hookspecs.PROJECT}_spec"
+# What a plugin offers: its kind, its name, what the name stands for, and the plugin.
+Offer = tuple[str, str, Any, str]
 
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """What a loaded plugin is.
+    """What a plugin is.
 
     source: the distribution and version it was installed with, "paged-backend" for built-in ones, or "passed by hand".
     location: the file it lives in, if it is known. hooks: those it implements. names: per kind, what it registers.
+    error: why an installed plugin was left out; None for one that is loaded.
     """
 
     name: str
@@ -51,6 +59,7 @@ class PluginInfo:
     location: str | None
     hooks: tuple[str, ...]
     names: Mapping[str, tuple[str, ...]]
+    error: str | None = None
 
 
 class PluginManager:
@@ -58,8 +67,10 @@ class PluginManager:
 
     ``PAGED_BACKEND_PLUGINS`` limits entry points to a comma-separated list of names (empty: none);
     ``PAGED_BACKEND_TRACE_HOOKS=1`` prints every hook call to stderr.
-    Raises PluginError when a plugin cannot be loaded, implements no hook or an unknown one, asks for another hook
-    version, or registers a name that is taken.
+
+    A plugin is broken that cannot be loaded, implements no hook or an unknown one, asks for another hook version, or
+    fails to register what it offers. Passed by hand or named in ``PAGED_BACKEND_PLUGINS`` it raises PluginError; one
+    that merely is installed is named in a warning and left out. Two plugins that offer one name raise PluginError.
     """
 
     def __init__(self, plugins: Sequence[Any] = (), *, load_entry_points: bool = True) -> None:
@@ -72,47 +83,34 @@ class PluginManager:
         self._pm.add_hookspecs(hookspecs)
         self._trace = bool(os.environ.get(TRACE_VARIABLE))
         self._sources: dict[str, str] = {}
+        self._broken: list[PluginInfo] = []
+        # Per kind, the registered names, each with what it stands for and the plugin it came from.
+        self._registry: dict[str, dict[str, tuple[Any, str]]] = {kind: {} for kind in KINDS}
         version = importlib.metadata.version("paged-backend")
         for module in BUILT_IN:
-            self._register(importlib.import_module(module), module, f"paged-backend {version}")
+            self._enter(self._register(importlib.import_module(module), module, f"paged-backend {version}"))
         if load_entry_points:
-            self._load_entry_points()
+            for point, is_wanted in entry_points():
+                self._load(point, is_wanted)
         for plugin in plugins:
-            self._register(plugin, getattr(plugin, "__name__", None), "passed by hand")
-            if not self._pm.get_hookcallers(plugin):
-                raise PluginError(
-                    f"plugin {describe(plugin)} has no hooks; pass a module or an object whose functions are marked "
-                    "with @paged_backend.hookimpl"
-                )
-        self._check_hooks()
+            self._enter(self._register(plugin, getattr(plugin, "__name__", None), "passed by hand"))
         self._impls = {name: self._impls_of(name) for name in (*NOTIFICATIONS, "admit_request")}
-        self._registry = {kind: self._collect(kind) for kind in KINDS}
 
-    def _load_entry_points(self) -> None:
-        limit = os.environ.get(PLUGINS_VARIABLE)
-        allowed = None if limit is None else {name.strip() for name in limit.split(",") if name.strip()}
-        points = {point.name: point for point in importlib.metadata.entry_points(group=hookspecs.PROJECT)}
-        if allowed is not None and (missing := sorted(allowed - points.keys())):
-            installed = ", ".join(sorted(points)) or "none"
-            raise PluginError(
-                f"{PLUGINS_VARIABLE} names {missing[0]!r}, which is not installed; installed: {installed}"
-            )
-        for name, point in points.items():
-            if allowed is not None and name not in allowed:
-                continue
-            try:
-                plugin = point.load()
-            except KeyboardInterrupt:
+    def _load(self, point: importlib.metadata.EntryPoint, is_wanted: bool) -> None:
+        """Register an installed plugin; a broken one is left out with a warning, unless it ``is_wanted`` by name."""
+        source = distribution_of(point)
+        try:
+            offers = self._register(loaded(point), point.name, source)
+        except PluginError as error:
+            if is_wanted:
                 raise
-            except BaseException as error:
-                raise PluginError(
-                    f"plugin {name!r} ({point.value}) cannot be loaded: {error!r}; fix or uninstall it, or leave "
-                    f"it out of {PLUGINS_VARIABLE}"
-                ) from error
-            source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
-            self._register(plugin, name, source)
+            logger.warning("%s; the engine goes on without this plugin, which comes from %s", error, source)
+            self._broken.append(PluginInfo(point.name, source, None, (), {}, f"{error}"))
+        else:
+            self._enter(offers)
 
-    def _register(self, plugin: Any, name: str | None, source: str) -> None:
+    def _register(self, plugin: Any, name: str | None, source: str) -> list[Offer]:
+        """Take a plugin in and return what it offers; raises PluginError, and forgets it, if it is broken."""
         version = getattr(plugin, "HOOK_API_VERSION", hookspecs.HOOK_API_VERSION)
         label = name or name_of(plugin)
         if version != hookspecs.HOOK_API_VERSION:
@@ -122,17 +120,37 @@ class PluginManager:
             )
         if isinstance(plugin, type):
             raise PluginError(f"plugin {label} is a class; pass an object of it, whose methods can be called")
-        for _, other in self._pm.list_name_plugin():
+        for other_name, other in self._pm.list_name_plugin():
             if other is plugin:
-                raise PluginError(f"plugin {label} cannot be registered twice")
-        if name is not None and self._pm.has_plugin(name):
-            raise PluginError(f"plugin {label} cannot be registered: another plugin has that name")
-        self._check_arguments(plugin, label)
+                raise PluginError(
+                    f"plugin {label} cannot be registered twice; it is there, {self._sources[other_name]}"
+                )
+            if other_name == name:
+                raise PluginError(
+                    f"plugin {label}, {source}, cannot be registered: another plugin has that name, "
+                    f"{self._sources[other_name]}"
+                )
         try:
-            registered = self._pm.register(plugin, name)
-        except (ValueError, pluggy.PluginValidationError) as error:
-            raise PluginError(f"plugin {label} cannot be registered: {error}") from error
-        self._sources[str(registered)] = source
+            self._check_arguments(plugin, label)
+            self._sources[str(self._pm.register(plugin, name))] = source
+            self._check_hooks(plugin, label)
+            return [offer for kind in KINDS for offer in self._offers(plugin, kind)]
+        except BaseException as error:
+            if self._pm.is_registered(plugin):
+                self._pm.unregister(plugin)
+            if isinstance(error, (PluginError, KeyboardInterrupt)):
+                raise
+            raise PluginError(f"plugin {label} cannot be registered: {error!r}") from error
+
+    def _enter(self, offers: Iterable[Offer]) -> None:
+        """Make what a plugin offers known by name; raises PluginError for a name that another one has offered."""
+        for kind, name, value, plugin in offers:
+            if name in self._registry[kind]:
+                raise PluginError(
+                    f"{kind} {name!r} is registered by both {self._registry[kind][name][1]} and {plugin}; an "
+                    f"installed plugin can be left out by {PLUGINS_VARIABLE}"
+                )
+            self._registry[kind][name] = (value, plugin)
 
     def _check_arguments(self, plugin: Any, label: str) -> None:
         """PluginError for an argument that a hook does not have; pluggy's own error calls a plugin by a number."""
@@ -149,16 +167,23 @@ class PluginManager:
                     f"{', '.join(caller.spec.argnames)}"
                 )
 
-    def _check_hooks(self) -> None:
-        """PluginError for an implementation of what is no hook, or of a kind that is never called."""
-        callers = [caller for caller in vars(self._pm.hook).values() if isinstance(caller, pluggy.HookCaller)]
-        known = ", ".join(sorted(caller.name for caller in callers if caller.has_spec()))
+    def _check_hooks(self, plugin: Any, label: str) -> None:
+        """PluginError for one without hooks, with what is no hook, or with hooks of a kind that is never called."""
+        callers = self._pm.get_hookcallers(plugin)
+        if not callers:
+            raise PluginError(
+                f"plugin {label} has no hooks; it must be a module or an object whose functions are marked with "
+                "@paged_backend.hookimpl"
+            )
         for caller in callers:
             for impl in caller.get_hookimpls():
-                if not caller.has_spec() and not impl.optionalhook:
-                    raise PluginError(f"plugin {_label(impl)}: {caller.name} is no hook; the hooks are {known}")
-                if impl.hookwrapper or impl.wrapper:
-                    raise PluginError(f"plugin {_label(impl)} wraps {caller.name}; this hook cannot be wrapped")
+                if impl.plugin is plugin and not caller.has_spec() and not impl.optionalhook:
+                    known = ", ".join(
+                        sorted(name for name in vars(hookspecs) if hasattr(getattr(hookspecs, name), _SPEC))
+                    )
+                    raise PluginError(f"plugin {label}: {caller.name} is no hook; the hooks are {known}")
+                if impl.plugin is plugin and (impl.hookwrapper or impl.wrapper):
+                    raise PluginError(f"plugin {label} wraps {caller.name}; this hook cannot be wrapped")
 
     def _impls_of(self, name: str) -> list[Any]:
         """The hook's implementations in calling order; each is called by itself, so that one cannot stop another."""
@@ -200,19 +225,21 @@ class PluginManager:
             arguments = ", ".join(f"{key}={describe(value)}" for key, value in kwargs.items())
             print(f"{hookspecs.PROJECT}: {_label(impl)}: {name}({arguments})", file=sys.stderr, flush=True)
 
-    def _collect(self, kind: str) -> dict[str, tuple[Any, str]]:
-        """Registered names of one kind, each with what it stands for and the plugin it came from."""
-        found: dict[str, tuple[Any, str]] = {}
+    def _offers(self, plugin: Any, kind: str) -> list[Offer]:
+        """What a plugin registers of one kind."""
+        offers: list[Offer] = []
         hook = f"register_{kind}s"
         for impl in getattr(self._pm.hook, hook).get_hookimpls():
-            source = _label(impl)
+            if impl.plugin is not plugin:
+                continue
+            label = _label(impl)
 
-            def register(name: str, value: Any, source: str = source) -> None:
+            def register(name: str, value: Any, label: str = label) -> None:
                 if not isinstance(name, str) or not name or ":" in name:
-                    raise PluginError(f"plugin {source} registers {kind} {name!r}; a name is a string without a colon")
-                if name in found:
-                    raise PluginError(f"{kind} {name!r} is registered by both {found[name][1]} and {source}")
-                found[name] = (value, source)
+                    raise PluginError(f"plugin {label} registers {kind} {name!r}; a name is a string without a colon")
+                if any(name == other for _, other, *_ in offers):
+                    raise PluginError(f"plugin {label} registers {kind} {name!r} twice")
+                offers.append((kind, name, value, label))
 
             self._print_call(impl, hook, {"register": register})
             try:
@@ -220,8 +247,8 @@ class PluginManager:
             except (PluginError, KeyboardInterrupt):
                 raise
             except BaseException as error:
-                raise PluginError(f"plugin {source} failed in {hook}: {error!r}") from error
-        return found
+                raise PluginError(f"plugin {label} failed in {hook}: {error!r}") from error
+        return offers
 
     def names(self, kind: str) -> dict[str, str]:
         """Registered names of ``kind`` ("scheduler", "eviction", ...), each with the plugin it came from."""
@@ -232,8 +259,8 @@ class PluginManager:
         return [name for name, _ in self._pm.list_name_plugin()]
 
     def describe(self) -> list[PluginInfo]:
-        """The loaded plugins in order of registration, and where each comes from."""
-        return [
+        """The loaded plugins in order of registration, then those that are broken, and where each comes from."""
+        loaded = [
             PluginInfo(
                 name=_readable(name, plugin),
                 source=self._sources[name],
@@ -246,6 +273,7 @@ class PluginManager:
             )
             for name, plugin in self._pm.list_name_plugin()
         ]
+        return loaded + self._broken
 
     def scheduler(self, value: Any, options: Mapping[str, Any]) -> SchedulingPolicy:
         """The scheduling policy that ``value`` names, or is."""
@@ -326,7 +354,8 @@ class PluginManager:
             return _import(kind, name)
         if name not in self._registry[kind]:
             known = ", ".join(sorted(self._registry[kind])) or "none"
-            raise UnknownPolicy(f"unknown {kind} {name!r}; choose one of {known}, or give 'module:attribute'")
+            broken = "".join(f"; an installed plugin was left out: {info.error}" for info in self._broken)
+            raise UnknownPolicy(f"unknown {kind} {name!r}; choose one of {known}, or give 'module:attribute'{broken}")
         value = self._registry[kind][name][0]
         return _import(kind, value) if isinstance(value, str) else value
 

@@ -6,24 +6,19 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable
-from time import perf_counter, thread_time
 from typing import Any
 
 from paged_backend.checks import describe
 from paged_backend.errors import PluginError
+from paged_backend.policy.answer_time import AnswerTime
 
 logger = logging.getLogger("paged_backend")
-
-# Seconds of computing that one answer may take before it is reported; a step takes 5 to 100 ms.
-SLOW_S = 0.1
-# Wall seconds that it may take, computing or waiting. A busy machine keeps a thread waiting for less.
-BLOCKED_S = 1.0
 
 ErrorHandler = Callable[[object, str, "BaseException | str"], None]
 
 
 class SlowAnswer(Warning):
-    """An answer came, but held up everybody; reported, never raised, since the machine can be the reason."""
+    """An answer came, but held up everybody; reported, never raised, since the answer counts."""
 
 
 class _Failed:
@@ -45,7 +40,7 @@ def call(
 
     Even SystemExit is survived. Only Ctrl-C passes, since it is meant for the program.
     """
-    start = moment()
+    time = AnswerTime()
     try:
         return function()
     except KeyboardInterrupt:
@@ -55,19 +50,13 @@ def call(
         return FAILED
     finally:
         if not may_take_long:
-            report_if_slow(on_error, policy, method, start)
+            report_if_slow(on_error, policy, method, time)
 
 
-def moment() -> tuple[float, float]:
-    """Wall seconds and this thread's computing seconds, for ``report_if_slow``."""
-    return perf_counter(), thread_time()
-
-
-def report_if_slow(on_error: ErrorHandler, policy: object, method: str, start: tuple[float, float]) -> None:
-    """Report an answer that computed for longer than ``SLOW_S`` since ``start``, or took longer than ``BLOCKED_S``."""
-    seconds = perf_counter() - start[0]
-    if seconds > SLOW_S and (seconds > BLOCKED_S or thread_time() - start[1] > SLOW_S):
-        on_error(policy, method, SlowAnswer(f"took {seconds:.2f} s, and everybody waited"))
+def report_if_slow(on_error: ErrorHandler, policy: object, method: str, time: AnswerTime) -> None:
+    """Report an answer that took longer than any should since ``time`` began."""
+    if (slowness := time.slowness()) is not None:
+        on_error(policy, method, SlowAnswer(slowness))
 
 
 class PolicyErrors:
@@ -85,10 +74,11 @@ class PolicyErrors:
         slow = isinstance(error, SlowAnswer)
         name = f"{name_of(policy)}.{method}" + (" (slow)" if slow else "")
         what = f"{error}" if slow or isinstance(error, str) else f"raised {describe(error)}"
+        then = "its answer counts all the same" if slow else "the engine goes on as if it had not been asked"
         self.counts[name] += 1
         if self.counts[name] > 1:
             return
-        logger.warning("%s %s; the engine goes on without it, further cases are only counted", name, what)
+        logger.warning("%s %s; %s, and further cases are only counted", name, what, then)
         if self.strict and not slow and self._raised is None:
             self._raised = PluginError(f"{name} {what}")
             self._raised.__cause__ = error if isinstance(error, BaseException) else None

@@ -9,10 +9,12 @@ from typing import Any
 
 from paged_backend.checks import describe
 from paged_backend.policies import RequestView, SchedulingPolicy
-from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask, call, moment, report_if_slow
+from paged_backend.policy.answer_time import AnswerTime
+from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask, call, report_if_slow
 from paged_backend.request.request import Request
+from paged_backend.request.state import RequestState
 
-# Longer than this nobody is held back while nothing runs, whatever the policy says.
+# Longer than this nobody is held back while nothing runs; a policy that would is not waited for again.
 MAX_HOLD_S = 60.0
 
 
@@ -31,6 +33,7 @@ class PolicyGuard:
         # Requests that the policy does not know, because its add() failed.
         self._lost: dict[RequestView, Request] = {}
         self._held_since: float | None = None
+        self._may_hold = True
         self.ranks_prefills = self._overrides("rank_prefills")
         self.can_preempt = self._overrides("preempts")
         self._counts_tokens = self._overrides("on_tokens")
@@ -73,7 +76,9 @@ class PolicyGuard:
     def remove(self, request: Request) -> None:
         """``request`` was admitted or ends."""
         del self._waiting[request.view]
-        self._held_since = None
+        # Whoever gives up waiting does not end the wait of the others.
+        if request.state is not RequestState.WAITING or not self._waiting:
+            self._held_since = None
         if self._lost.pop(request.view, None) is None:
             self._ask("remove", request.view)
 
@@ -157,19 +162,22 @@ class PolicyGuard:
 
     def hold_until(self, now: float) -> float | None:
         """Until when the policy keeps everybody waiting though nothing runs; None when somebody must start now."""
-        answer = self._ask("next_wakeup", now) if self._holds_back else None
-        if self._held_since is None:
-            self._held_since = now
-        if answer is FAILED:
+        if not self._may_hold:
             return None
-        latest = self._held_since + MAX_HOLD_S
-        if isinstance(answer, (int, float)) and math.isfinite(answer) and now < answer <= latest:
+        answer = self._ask("next_wakeup", now) if self._holds_back else None
+        since = now if self._held_since is None else self._held_since
+        if isinstance(answer, (int, float)) and math.isfinite(answer) and now < answer <= since + MAX_HOLD_S:
+            self._held_since = since
             return answer
-        self._report(
-            "next_wakeup",
-            f"returned {describe(answer)} at {now} while {len(self)} requests wait and nothing runs; it must name a "
-            f"time after now, at most {MAX_HOLD_S:g} s after it began to hold them back",
-        )
+        waiting = f"while {len(self)} requests wait and nothing runs"
+        limit = f"at most {MAX_HOLD_S:g} s after it began to hold them back"
+        what = f"returned {describe(answer)} at {now} {waiting}; it must name a time after now, {limit}"
+        if self._held_since is not None:
+            # It would do the same to every batch.
+            self._may_hold = False
+            what = f"held everybody back from {since} on, then {what}; it is waited for no more"
+        if answer is not FAILED:
+            self._report("next_wakeup", what)
         return None
 
     def doomed(self, now: float) -> list[Request]:
@@ -187,7 +195,7 @@ class PolicyGuard:
         """A step computed this many tokens of each request."""
         if not self._counts_tokens:
             return
-        start = moment()
+        time = AnswerTime()
         for request, num_tokens in counts:
             try:
                 self.policy.on_tokens(request.view, num_tokens, now)
@@ -195,7 +203,7 @@ class PolicyGuard:
                 raise
             except BaseException as error:
                 self._report("on_tokens", error)
-        report_if_slow(self._on_error, self.policy, "on_tokens", start)
+        report_if_slow(self._on_error, self.policy, "on_tokens", time)
 
     def on_step(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
         """A step is over."""

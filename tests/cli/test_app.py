@@ -95,12 +95,21 @@ def test_plugins_shows_which_hooks_a_plugin_without_policies_has(
 
 def test_a_plugin_that_cannot_be_loaded_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_distribution(tmp_path, monkeypatch, "raise ImportError('no such thing')")
+    reason = "plugin 'backwards-plugin' (backwards) cannot be loaded: ImportError('no such thing')"
+    monkeypatch.setenv("PAGED_BACKEND_PLUGINS", "backwards-plugin")
     result = invoke("plugins")
     assert result.exit_code == 2
-    assert (
-        "error: plugin 'backwards-plugin' (backwards) cannot be loaded: ImportError('no such thing')" in result.output
-    )
+    assert f"error: {reason}" in result.output
     assert "Traceback" not in result.output
+    # Nobody asked for it by name, so the others are listed, and it with what is wrong with it.
+    monkeypatch.delenv("PAGED_BACKEND_PLUGINS")
+    result = CliRunner(env={"COLUMNS": "400", "TERM": "dumb"}).invoke(app, ["plugins"])
+    assert result.exit_code == 0
+    (row,) = [line for line in result.stdout.splitlines() if "broken" in line]
+    kind, why, plugin, source = (cell.strip() for cell in row.split("│")[1:5])
+    assert (kind, plugin, source) == ("broken", "backwards-plugin", "backwards-policies 1.2")
+    assert why.startswith(reason)
+    assert "starvation_aware" in result.stdout
 
 
 @pytest.mark.parametrize(

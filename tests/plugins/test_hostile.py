@@ -19,7 +19,7 @@ from paged_backend.errors import EngineClosed, PluginError
 from paged_backend.plugins.eviction import Lru
 from paged_backend.plugins.fifo import Fifo
 from paged_backend.policies import RequestView, SchedulingPolicy
-from paged_backend.policy.policy_errors import BLOCKED_S, SLOW_S
+from paged_backend.policy.answer_time import BLOCKED_S, SLOW_S
 from paged_backend.request.state import RequestState
 
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -399,7 +399,7 @@ def _computes() -> dict[str, Any]:
 
 @kind("sleeps for very long", "candidates (slow)")
 def _sleeps() -> dict[str, Any]:
-    return {"scheduler": hesitating(once(lambda: time.sleep(1.1 * BLOCKED_S)))}
+    return {"scheduler": hesitating(once(lambda: time.sleep(1.2 * BLOCKED_S)))}
 
 
 @kind("computes between candidates", "candidates (slow)")

@@ -46,8 +46,8 @@ def test_every_name_that_can_be_chosen_is_documented(kind):
 
 
 def test_environment_variables_and_the_version_are_documented():
-    from paged_backend.policy import plugin_manager
+    from paged_backend.policy import entry_points, plugin_manager
 
-    for text in (plugin_manager.PLUGINS_VARIABLE, plugin_manager.TRACE_VARIABLE, "HOOK_API_VERSION"):
+    for text in (entry_points.PLUGINS_VARIABLE, plugin_manager.TRACE_VARIABLE, "HOOK_API_VERSION"):
         assert text in README
     assert f"HOOK_API_VERSION = {hookspecs.HOOK_API_VERSION}" in README

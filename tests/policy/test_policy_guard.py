@@ -110,18 +110,66 @@ def test_methods_set_on_the_object_are_asked_too():
     assert heard == [0]
 
 
-def test_hold_is_bounded_in_all():
-    guard, errors = guard_of(hostile(next_wakeup=lambda self, now: now + MAX_HOLD_S), make_requests(1))
-    assert guard.hold_until(100.0) == 100.0 + MAX_HOLD_S
-    assert guard.hold_until(101.0) is None
-    assert errors[0][0] == "next_wakeup"
+@pytest.mark.parametrize("next_wakeup", [lambda now: now + MAX_HOLD_S, lambda now: now + 31, lambda now: 120.0])
+def test_policy_that_never_lets_anybody_go_is_waited_for_once_and_never_again(next_wakeup):
+    requests = make_requests(3)
+    guard, errors = guard_of(hostile(next_wakeup=lambda self, now: next_wakeup(now)), requests)
+    now = 100.0
+    while (until := guard.hold_until(now)) is not None:
+        assert until <= 100.0 + MAX_HOLD_S
+        now = until
+    assert [method for method, _ in errors] == ["next_wakeup"]
+    assert "held everybody back from 100.0 on" in errors[0][1]
+    assert "it is waited for no more" in errors[0][1]
+    admit(guard, requests[0])
+    assert guard.hold_until(500.0) is None
+    assert len(errors) == 1
 
 
-def test_hold_begins_anew_once_somebody_has_left():
+def test_policy_that_breaks_down_while_it_holds_back_is_not_waited_for_again():
+    def next_wakeup(self, now):
+        if now > 100.0:
+            raise ValueError("broken")
+        return now + 50.0
+
+    requests = make_requests(2)
+    guard, errors = guard_of(hostile(next_wakeup=next_wakeup), requests)
+    assert guard.hold_until(100.0) == 150.0
+    assert guard.hold_until(150.0) is None
+    admit(guard, requests[0])
+    assert guard.hold_until(50.0) is None
+    assert [method for method, _ in errors] == ["next_wakeup"]
+
+
+def admit(guard: PolicyGuard, request: Request) -> None:
+    request.state = RequestState.PREFILL
+    guard.remove(request)
+
+
+def test_hold_begins_anew_once_somebody_was_let_go():
     requests = make_requests(2)
     guard, errors = guard_of(hostile(next_wakeup=lambda self, now: now + MAX_HOLD_S), requests)
     guard.hold_until(100.0)
+    admit(guard, requests[0])
+    assert guard.hold_until(500.0) == 500.0 + MAX_HOLD_S
+    assert errors == []
+
+
+def test_hold_goes_on_for_those_who_wait_when_another_gives_up():
+    requests = make_requests(2)
+    guard, errors = guard_of(hostile(next_wakeup=lambda self, now: now + 31), requests)
+    guard.hold_until(100.0)
     guard.remove(requests[0])
+    assert guard.hold_until(131.0) is None
+    assert errors[0][0] == "next_wakeup"
+
+
+def test_hold_of_a_queue_that_emptied_is_over():
+    requests = make_requests(2)
+    guard, errors = guard_of(hostile(next_wakeup=lambda self, now: now + MAX_HOLD_S), requests[:1])
+    guard.hold_until(100.0)
+    guard.remove(requests[0])
+    guard.add(requests[1], 500.0)
     assert guard.hold_until(500.0) == 500.0 + MAX_HOLD_S
     assert errors == []
 
