@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paged_backend.request.lockstep import Lockstep as Lockstep
     from paged_backend.sampling.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
     from paged_backend.sampling.detokenizer import tokenizer_lock as tokenizer_lock
+    from paged_backend.sampling.turn_end import turn_end_ids as turn_end_ids
     from paged_backend.sampling_params import SamplingParams as SamplingParams
     from paged_backend.service.async_engine import AsyncEngine as AsyncEngine
     from paged_backend.service.handle import Delta as Delta
@@ -45,6 +46,7 @@ _HOMES = {
     "install": "paged_backend.integrations.huggingface.patches",
     "release": "paged_backend.integrations.huggingface.patches",
     "tokenizer_lock": "paged_backend.sampling.detokenizer",
+    "turn_end_ids": "paged_backend.sampling.turn_end",
     "uninstall": "paged_backend.integrations.huggingface.patches",
 }
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -26,8 +26,9 @@ class RequestOutput:
     """A request's result, complete once ``finish_reason`` is set.
 
     While the request runs, each step hands out the same object: ``token_ids`` grows in place and ``new_token_ids`` is
-    what the step added. ``index`` tells the samples of one request apart when ``n`` is above 1. ``error`` holds the
-    exception when ``finish_reason`` is ``"error"``.
+    what the step added. ``index`` tells the samples of one request apart when ``n`` is above 1. ``stop_reason`` is the
+    one of the request's ``stop`` texts or ``stop_token_ids`` that ended it, None where something else did. ``error``
+    holds the exception when ``finish_reason`` is ``"error"``.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class RequestOutput:
     token_ids: list[int] = field(default_factory=list)
     new_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     logprobs: list[dict[int, float]] | None = None
     error: Exception | None = None
     decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)

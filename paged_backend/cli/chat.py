@@ -11,6 +11,7 @@ from rich.table import Table
 
 from paged_backend.cli import options as cli_engine
 from paged_backend.errors import ConfigError, ContextOverflow, PagedBackendError
+from paged_backend.sampling.turn_end import turn_end_ids
 
 if TYPE_CHECKING:
     from paged_backend.service.async_engine import AsyncEngine
@@ -50,8 +51,7 @@ class Conversation:
         self._tokenizer = service.engine.tokenizer
         if not self._tokenizer.chat_template:
             raise ConfigError("the model's tokenizer has no chat template; name an instruct or chat model")
-        end = self._tokenizer.eos_token_id
-        self._params = {**params, "stop_token_ids": [] if end is None else [end]}
+        self._params = {**params, "stop_token_ids": turn_end_ids(service.engine)}
         self._beginning = [{"role": "system", "content": system}] if system is not None else []
         self._messages = list(self._beginning)
         self._last: dict[str, float] = {}

@@ -44,7 +44,8 @@ def finish_reason(request: Request, token: int, eos_token_ids: Collection[int]) 
     ``"stop"``: an end-of-sequence token (unless ignore_eos) or a stop token, neither before min_tokens, a stop string
     that lies in the text behind min_tokens, or the request's own ``stop_condition``, whose exceptions are raised to the
     caller. ``"length"``: max_tokens. All tokens stay in ``output.token_ids``, as in vLLM; ``output.final_text`` is the
-    text before a stop string or a stop token, or with it if include_stop_str_in_output.
+    text before a stop string or a stop token, or with it if include_stop_str_in_output, and ``output.stop_reason`` says
+    which of them it was.
     """
     params = request.params
     num_output_tokens = request.num_output_tokens
@@ -52,6 +53,7 @@ def finish_reason(request: Request, token: int, eos_token_ids: Collection[int]) 
         if token in eos_token_ids and not params.ignore_eos:
             return "stop"
         if token in params.stop_token_ids:
+            request.output.stop_reason = token
             decode = request.output.decode
             if decode is not None and not params.include_stop_str_in_output:
                 request.output.final_text = decode(request.output.token_ids[:-1])
@@ -71,5 +73,6 @@ def _found_stop_string(request: Request) -> bool:
     found = state.stop_strings.find(request.output.token_ids)
     if found is not None:
         text, start, end = found
+        request.output.stop_reason = text[start:end]
         request.output.final_text = text[: end if request.params.include_stop_str_in_output else start]
     return found is not None

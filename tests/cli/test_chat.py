@@ -60,6 +60,17 @@ def test_an_answer_is_what_the_engine_gives_to_the_chat_template(folder, asked):
     assert re.sub(r"\s", "", answer) in re.sub(r"\s", "", result.output)
 
 
+def test_an_answer_ends_with_the_token_that_the_template_writes_behind_one(tmp_path: Path, monkeypatch) -> None:
+    model = str(save_tiny(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+    tokenizer.save_pretrained(model)
+    params, submit = [], AsyncEngine.submit
+    monkeypatch.setattr(AsyncEngine, "submit", lambda *args: (params.append(args[2]), submit(*args))[1])
+    assert chat(model, ["hello"], "--max-tokens", "2").exit_code == 0
+    assert set(params[0]["stop_token_ids"]) == {tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+
 def test_the_conversation_goes_into_the_next_question(folder, asked):
     result = chat(folder, ["hello", "and now?"], "--max-tokens", "6", "--system", "be brief")
     assert result.exit_code == 0

@@ -73,6 +73,23 @@ def test_the_text_leaves_out_a_stop_token_unless_asked() -> None:
     assert request.output.text == "hi!"
 
 
+@pytest.mark.parametrize(
+    ("params", "text", "reason"),
+    [
+        ({"stop": ["on", "nd"]}, "and so on", "nd"),
+        ({"stop": ["nd so", "nd"]}, "and so on", "nd"),
+        ({"stop_token_ids": [ord("s")]}, "and so on", ord("s")),
+        ({"stop": ["x"], "stop_token_ids": [9]}, "a\x07", None),
+        ({"stop": ["x"], "max_tokens": 2}, "and", None),
+    ],
+)
+def test_what_stopped_a_request_is_told(params: dict[str, Any], text: str, reason: str | int | None) -> None:
+    request = make_request(**params)
+    request.output.decode = lambda token_ids: "".join(map(chr, token_ids))
+    assert run(request, list(map(ord, text)))[-1] is not None
+    assert request.output.stop_reason == reason
+
+
 def test_a_condition_of_the_caller_ends_a_request() -> None:
     request = make_request(stop_condition=lambda request: request.output.token_ids[-2:] == [4, 4])
     assert run(request, [4, 5, 4, 4, 4]) == [None, None, None, "stop"]
