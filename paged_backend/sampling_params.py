@@ -67,6 +67,9 @@ class SamplingParams:
     stop: texts that end the request, wherever tokens split them; needs a tokenizer. They are cut off the text unless
         ``include_stop_str_in_output``; the token ids keep the tokens that spelt them.
     stop_token_ids: further tokens that end the request as the end-of-sequence token does.
+    shown_special_tokens: special tokens, by their texts, that are part of the output's text; the others are left out of
+        it, and so is an end-of-sequence token that ends it. Such are the marks of tool calls in many models. Needs a
+        tokenizer; texts that are no special tokens of it change nothing.
     ignore_eos: go on after the end-of-sequence token.
     seed: start of the request's own random stream, -2**63 to 2**64 - 1: the same stream whatever runs beside it. None
         derives one from the engine's seed and the order of arrival.
@@ -96,6 +99,7 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] = ()
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    shown_special_tokens: Sequence[str] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     seed: int | None = None
@@ -128,8 +132,9 @@ class SamplingParams:
         # Collections are copied, so that a list changed by its owner changes no request that runs.
         self._replace("logit_bias", None if self.logit_bias is None else _checked_bias(self.logit_bias))
         self._replace("bad_words", _checked_bad_words(self.bad_words))
-        self._replace("stop", _checked_stop(self.stop))
+        self._replace("stop", _checked_texts("stop", self.stop))
         self._replace("stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids))
+        self._replace("shown_special_tokens", _checked_texts("shown_special_tokens", self.shown_special_tokens))
         if self.json_schema is not None:
             self._replace("json_schema", _checked_schema(self.json_schema))
         for name in ("regex", "grammar"):
@@ -240,9 +245,9 @@ def _checked_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(words)
 
 
-def _checked_stop(value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else _as_tuple("stop", value, "texts")
+def _checked_texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _as_tuple(name, value, "texts")
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise ConfigError(f"stop must be a text or a sequence of texts, none of them empty, got {describe(text)}")
+            raise ConfigError(f"{name} must be a text or a sequence of texts, none of them empty, got {describe(text)}")
     return texts

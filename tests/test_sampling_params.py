@@ -27,6 +27,7 @@ REFUSED = {
     "bad_words": ["word", [""], ["  "], [[]], [[-1]], [[1.0]], [3], {"a": 1}],
     "stop": ["", [""], [1], 5, {"a": 1}, b"x", ["a", None]],
     "stop_token_ids": [[-1], [1.0], [True], 5, "1", [None]],
+    "shown_special_tokens": ["", [""], [1], 5, {"a": 1}],
     "ignore_eos": [1, None, "yes"],
     "include_stop_str_in_output": [0, None],
     "seed": [1.0, True, "1", 2**64, -(2**63) - 1],

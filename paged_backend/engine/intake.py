@@ -6,7 +6,7 @@ import bisect
 import itertools
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -23,7 +23,7 @@ from paged_backend.policy.plugin_manager import PluginManager
 from paged_backend.policy.policy_errors import ErrorHandler
 from paged_backend.request.options import request_fields
 from paged_backend.request.request import Request
-from paged_backend.sampling.detokenizer import tokenizer_lock
+from paged_backend.sampling.detokenizer import decode_without, hidden_token_ids, tokenizer_lock
 from paged_backend.sampling.stopping import check_stop
 from paged_backend.sampling.structured import check_constraint
 from paged_backend.sampling_params import SamplingParams
@@ -38,8 +38,6 @@ class Intake:
 
     def __init__(self, tokenizer: Any, loader: ModelLoader, table: RequestTable) -> None:
         self._tokenizer = tokenizer
-        # Outputs keep this, and must not keep the model or the cache with it.
-        self._decode = partial(_decode, tokenizer)
         self._loader = loader
         self._table = table
         self._orders: Iterator[int] = itertools.count()
@@ -89,8 +87,10 @@ class Intake:
         samples = [Request(name, token_ids, params, now, first, **fields)]
         for index in range(1, params.n):
             samples.append(Request(name, token_ids, params, now, next(self._orders), index=index, **fields))
+        hidden = hidden_token_ids(self._tokenizer, params.shown_special_tokens)
         for sample in samples:
-            sample.output.decode = self._decode
+            # Outputs keep this, and must not keep the model or the cache with it.
+            sample.output.decode = partial(_decode, self._tokenizer, hidden)
         samples[0].forks = tuple(samples[1:])
         return samples[0]
 
@@ -159,12 +159,11 @@ class Intake:
             )
 
 
-def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+def _decode(tokenizer: Any, hidden: Collection[int] | None, token_ids: Sequence[int]) -> str:
     if tokenizer is None:
         return ""
     with tokenizer_lock(tokenizer):
-        text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
-    return text
+        return decode_without(hidden, tokenizer.decode, token_ids)
 
 
 def _as_int(token: Any) -> int:

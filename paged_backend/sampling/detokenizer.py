@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 _REPLACEMENT = "\ufffd"
@@ -23,14 +23,16 @@ class IncrementalDetokenizer:
     decoded again for each new one, whatever the length of the sequence.
 
     hold_back: texts, such as stop strings, whose beginnings wait too, until it shows that they are not complete.
+    shown: special tokens, by their texts, that are part of the text all the same.
     """
 
-    def __init__(self, tokenizer: Any, hold_back: Iterable[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, hold_back: Iterable[str] = (), shown: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._lock = tokenizer_lock(tokenizer)
         self._decode_all = _decoder(tokenizer)
         self._byte_ids = _byte_ids(tokenizer)
-        self._special_ids = set(tokenizer.all_special_ids)
+        self._hidden = hidden_token_ids(tokenizer, shown)
+        self._special_ids = set(tokenizer.all_special_ids) if self._hidden is None else self._hidden
         self._held_back = tuple(hold_back)
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
             self._held_back += _CLEANED_UP
@@ -79,7 +81,29 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         with self._lock:
-            return self._decode_all(token_ids, skip_special_tokens=True)
+            return decode_without(self._hidden, self._decode_all, token_ids)
+
+
+def decode_without(hidden: Collection[int] | None, decode: Callable[..., str], token_ids: Sequence[int]) -> str:
+    """The text of the tokens without the ``hidden`` ones; None stands for all special tokens."""
+    if hidden is None:
+        return decode(token_ids, skip_special_tokens=True)
+    return decode([token for token in token_ids if token not in hidden], skip_special_tokens=False)
+
+
+def hidden_token_ids(tokenizer: Any, shown: Collection[str]) -> frozenset[int] | None:
+    """The special tokens other than ``shown``; None for all of them, which tokenizers know by themselves."""
+    if not shown:
+        return None
+    return frozenset(token_id for token_id, text in special_tokens(tokenizer).items() if text not in shown)
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The tokens that are no part of a text unless they are shown, by their ids."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    # Many checkpoints mark tokens as special that they give no name.
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return named | {token_id: str(token) for token_id, token in added.items() if token.special}
 
 
 def _decoder(tokenizer: Any) -> Callable[..., str]:

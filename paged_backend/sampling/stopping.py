@@ -8,6 +8,7 @@ from typing import Any
 from paged_backend.errors import RequestRefused
 from paged_backend.outputs import FinishReason
 from paged_backend.request.request import Request
+from paged_backend.sampling.detokenizer import special_tokens
 from paged_backend.sampling.sampling_state import SamplingState
 from paged_backend.sampling.stop_strings import StopStrings
 from paged_backend.sampling_params import SamplingParams
@@ -15,11 +16,15 @@ from paged_backend.sampling_params import SamplingParams
 
 def check_stop(params: SamplingParams, tokenizer: Any) -> None:
     """Raise RequestRefused if texts in ``params`` could not be found: special tokens, or any without a tokenizer."""
+    if params.shown_special_tokens and tokenizer is None:
+        raise RequestRefused(
+            f"shown_special_tokens={params.shown_special_tokens!r} needs a tokenizer; give the engine one"
+        )
     for text in params.stop:
         if tokenizer is None:
             raise RequestRefused(f"stop={text!r} needs a tokenizer; give the engine one, or use stop_token_ids")
-        for special, token in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True):
-            if special in text:
+        for token, special in special_tokens(tokenizer).items():
+            if special in text and special not in params.shown_special_tokens:
                 raise RequestRefused(
                     f"stop={text!r} can never come up: special tokens are no part of the text; "
                     f"put the id of {special!r}, {token}, into stop_token_ids"
@@ -50,12 +55,13 @@ def finish_reason(request: Request, token: int, eos_token_ids: Collection[int]) 
     params = request.params
     num_output_tokens = request.num_output_tokens
     if num_output_tokens >= params.min_tokens:
-        if token in eos_token_ids and not params.ignore_eos:
-            return "stop"
-        if token in params.stop_token_ids:
-            request.output.stop_reason = token
+        is_eos = token in eos_token_ids and not params.ignore_eos
+        if is_eos or token in params.stop_token_ids:
+            request.output.stop_reason = None if is_eos else token
             decode = request.output.decode
-            if decode is not None and not params.include_stop_str_in_output:
+            # An end-of-sequence token is in no text anyway, unless it is among those that are shown.
+            is_cut = bool(params.shown_special_tokens) if is_eos else not params.include_stop_str_in_output
+            if decode is not None and is_cut:
                 request.output.final_text = decode(request.output.token_ids[:-1])
             return "stop"
         if params.stop and num_output_tokens > params.min_tokens and _found_stop_string(request):

@@ -198,7 +198,8 @@ class DeltaStream:
     def _text(self, index: int, token_ids: list[int], ended: bool) -> str:
         detokenizer = self._detokenizers[index]
         if detokenizer is None:
-            detokenizer = IncrementalDetokenizer(self._ticket.tokenizer, self._ticket.stop)
+            ticket = self._ticket
+            detokenizer = IncrementalDetokenizer(ticket.tokenizer, ticket.stop, ticket.shown_special_tokens)
             self._detokenizers[index] = detokenizer
         if ended:
             self._detokenizers[index] = None

@@ -42,6 +42,7 @@ class Ticket:
         self.engine_thread = engine_thread
         self.tokenizer = tokenizer
         self.stop = request.params.stop
+        self.shown_special_tokens = request.params.shown_special_tokens
         self.outputs: list[RequestOutput] = [request.output, *(fork.output for fork in request.forks)]
         self.num_tokens = [0] * len(self.outputs)
         self.ended = [False] * len(self.outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import SENTENCES, byte_fallback_bpe, byte_level_bpe, word_piece
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from paged_backend.sampling.detokenizer import IncrementalDetokenizer, tokenizer_lock
@@ -98,6 +100,22 @@ def test_special_tokens_give_no_text() -> None:
     ids = tokenizer.encode("hello", add_special_tokens=False)
     assert detokenizer.add([tokenizer.eos_token_id, *ids, tokenizer.eos_token_id]) == "hello"
     assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_shown_special_tokens_are_text_and_others_are_not(kind: str, data: st.DataObject) -> None:
+    tokenizer = copy.deepcopy(KINDS[kind]())
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("<call>", "<hidden>")], special_tokens=True)
+    shown, hidden = tokenizer.convert_tokens_to_ids(["<call>", "<hidden>"])
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1) | st.sampled_from([shown, hidden]), max_size=30))
+    detokenizer = IncrementalDetokenizer(tokenizer, shown=["<call>", "words"])
+    text = "".join([detokenizer.add([token]) for token in ids]) + detokenizer.finish()
+    left_out = {hidden, *tokenizer.all_special_ids}
+    assert text == tokenizer.decode([token for token in ids if token not in left_out])
+    assert text.count("<call>") >= ids.count(shown)
+    assert "<hidden>" not in text
 
 
 def test_the_beginning_of_a_held_back_text_waits() -> None:

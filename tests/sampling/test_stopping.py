@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import SENTENCES, byte_fallback_bpe, byte_level_bpe
+from tiny_tokenizers import SENTENCES, byte_fallback_bpe, byte_level_bpe, byte_tokenizer
 
 from paged_backend.errors import RequestRefused
 from paged_backend.request.request import Request
@@ -255,6 +255,27 @@ def test_stop_texts_without_a_tokenizer_are_refused_with_the_fix() -> None:
 def test_a_special_token_as_a_stop_text_is_refused_with_its_id() -> None:
     with pytest.raises(RequestRefused, match=f"{byte_level_bpe().eos_token_id}, into stop_token_ids"):
         check_stop(SamplingParams(stop="<|end|>"), byte_level_bpe())
+
+
+def test_a_special_token_without_a_name_is_refused_as_a_stop_text_unless_it_is_shown() -> None:
+    tokenizer = byte_tokenizer(marks=["<call>"])
+    assert "<call>" not in tokenizer.all_special_tokens
+    with pytest.raises(RequestRefused, match="259, into stop_token_ids"):
+        check_stop(SamplingParams(stop="a<call>"), tokenizer)
+    check_stop(SamplingParams(stop="a<call>", shown_special_tokens=["<call>"]), tokenizer)
+    with pytest.raises(RequestRefused, match="needs a tokenizer"):
+        check_stop(SamplingParams(shown_special_tokens="<call>"), None)
+
+
+def test_the_token_that_ends_a_text_is_not_shown() -> None:
+    request = make_request(shown_special_tokens=["<end>"])
+    request.output.decode = lambda token_ids: "".join("<end>" if token == EOS else "x" for token in token_ids)
+    assert run(request, [5, EOS])[-1] == "stop"
+    assert request.output.text == "x"
+    request = make_request(shown_special_tokens=["<end>"], ignore_eos=True, max_tokens=3)
+    request.output.decode = lambda token_ids: "".join("<end>" if token == EOS else "x" for token in token_ids)
+    assert run(request, [5, EOS, 5])[-1] == "length"
+    assert request.output.text == "x<end>x"
 
 
 def test_a_request_without_stop_texts_decodes_nothing() -> None:

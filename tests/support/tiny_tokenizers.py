@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SENTENCES = [
@@ -21,8 +22,11 @@ SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
-def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the 256 bytes, after the three special tokens that tiny models expect."""
+def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE, marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the 256 bytes, after the three special tokens that tiny models expect.
+
+    marks: further special tokens, after the bytes.
+    """
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -30,6 +34,7 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
     pad, bos, eos = SPECIAL_TOKENS
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos)
     fast.chat_template = chat_template
+    fast.add_tokens([AddedToken(mark, special=True) for mark in marks], special_tokens=True)
     return fast
 
 
