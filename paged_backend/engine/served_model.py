@@ -12,7 +12,7 @@ from paged_backend.errors import ConfigError, ContextOverflow, UnsupportedModel
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.memory.cache_sizing import MAX_BLOCKS, blocks_for_config, blocks_for_lengths
 from paged_backend.memory.kv_cache import KVCache, group_layers
-from paged_backend.model.attention import add_backend, check_backend, check_backend_runs
+from paged_backend.model.attention_backend import check_runs, resolve
 from paged_backend.model.decode_timing import decode_seconds
 from paged_backend.model.proof import prove
 from paged_backend.model.runner import ModelRunner
@@ -48,13 +48,11 @@ class ServedModel:
         self.config = config
         self.elastic = elastic
         self._policy_errors = policy_errors
-        functions = plugins.attention_backend(config.attention_backend)
-        if functions is not None:
-            add_backend(config.attention_backend, functions)
-        check_backend(config.attention_backend)
+        name = config.attention_backend
+        self._backend = resolve(name, plugins.attention_backend(name))
         self.twin = Twin(model)
         self._devices = list(dict.fromkeys([self.twin.device, *(layer.device for layer in self.twin.layers)]))
-        check_backend_runs(config.attention_backend, self._devices)
+        check_runs(self._backend, self._devices)
         self.swaps = self._swap(model)
         self.max_model_len = self._length_limit()
         self.groups = group_layers(self.twin.layers, config.kv_torch_dtype)
@@ -89,7 +87,7 @@ class ServedModel:
                 f"keys and values find no memory for {self._bytes_of(num_blocks):,} bytes; give a smaller "
                 f"kv_cache_memory than {config.kv_cache_memory!r}: {error}"
             ) from error
-        self.runner = ModelRunner(self.twin, cache, config.attention_backend)
+        self.runner = ModelRunner(self.twin, cache, self._backend)
         # One pass reads the weights once, which is what a step costs on a CPU; a GPU prefers uniform batches.
         shared = config.batching == "shared" or (config.batching == "auto" and self.twin.device.type == "cpu")
         self.executor = Executor(self.runner, self.blocks, shared=shared)
@@ -109,7 +107,7 @@ class ServedModel:
 
     def _swap(self, model: Any) -> Swaps:
         """Swap modules of the twin, and prove it right."""
-        config, backend = self.config, self.config.attention_backend
+        config, backend = self.config, self._backend
         if config.quantize:
             # Rounded weights give other logits, so everything else is proven before.
             prove(model, self.twin, backend)
@@ -154,7 +152,7 @@ class ServedModel:
             key_dim=layer.key_dim,
             value_dim=layer.value_dim,
             dtype=layer.dtype,
-            decode_seconds=partial(decode_seconds, layer, self.config.kv_torch_dtype, self.config.attention_backend),
+            decode_seconds=partial(decode_seconds, layer, self.config.kv_torch_dtype, self._backend),
             max_positions=self.max_model_len,
         )
         device = self.twin.device

@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn.functional import gelu, silu
 from transformers.pytorch_utils import Conv1D
 
-from paged_backend.kernels import cpu
+from paged_backend.kernels import AUTO, AttentionVariant, Backend, cpu
 from paged_backend.model.attention import PagedLayer
 from paged_backend.swaps.fused import Fused, FusedLayer, FusedLinear, FusedMLP, FusedNorm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def can_fuse(backend: str) -> bool:
+def can_fuse(backend: Backend) -> bool:
     """Whether fused modules may be made where attention runs on ``backend``."""
-    return backend in ("auto", "cpu") and cpu.is_available()
+    return backend in (AUTO, cpu.BACKEND) and cpu.is_available()
 
 
 class NoMatch(Exception):
@@ -80,7 +80,7 @@ class Proposals:
                 call.num_heads,
                 activation,
                 rotates,
-                cpu.rule_arguments(*call.rule),
+                cpu.rule_arguments(call.variant),
                 call.returns_tuple,
             )
             yield self._up_to_crossover(fused, call.hidden.dtype)
@@ -121,28 +121,21 @@ class Recorder(PagedLayer):
     def __init__(self, layer: PagedLayer) -> None:
         super().__init__(layer.context, layer.cache, layer.group, layer.rule)
         self.num_heads = 0
-        self.call: tuple[Any, ...] = ()
+        self.variant = AttentionVariant(1.0)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, variant: AttentionVariant
     ) -> torch.Tensor:
         """Attend as the layer does."""
-        self.num_heads = query.shape[1]
-        self.call = (scale, self.rule.window, self.rule.chunk, softcap, sinks)
-        return super().attend(query, key, value, scale, softcap, sinks)
+        self.num_heads, self.variant = query.shape[1], variant
+        return super().attend(query, key, value, variant)
 
 
 class LayerCall:
     """How a decoder layer was called, and its attention, and what the layer returned."""
 
     def __init__(self, attention: Recorder, hidden: torch.Tensor, kwargs: dict[str, Any], output: Any) -> None:
-        self.num_heads, self.rule = attention.num_heads, attention.call
+        self.num_heads, self.variant = attention.num_heads, attention.variant
         self.hidden, self.kwargs = hidden, kwargs
         self.returns_tuple = isinstance(output, tuple)
         if hidden.dim() != 3 or (self.returns_tuple and len(output) != 1):

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from paged_backend.config import SWAPS
-from paged_backend.memory.kv_cache import QUANTIZED_DTYPES, KVCache, group_layers
+from paged_backend.kernels import AUTO, QUANTISED_MAX, Backend
+from paged_backend.memory.kv_cache import KVCache, group_layers
 from paged_backend.model.batch import Batch, build_batch
 from paged_backend.model.runner import ModelRunner
 from paged_backend.model.twin import Twin
@@ -64,7 +65,7 @@ def swap_modules(
     *,
     optimize: str | Sequence[str] = "auto",
     quantize: str | None = None,
-    backend: str = "auto",
+    backend: Backend = AUTO,
     kv_dtype: torch.dtype | None = None,
 ) -> Swaps:
     """Replace modules of ``twin``: whole decoder layers, else gated MLPs, else linear layers and RMS norms.
@@ -97,7 +98,7 @@ class _Swapper:
     """Runs the twin with hooks on the modules that a pattern might know, and replaces those that it knows."""
 
     def __init__(
-        self, twin: Twin, swaps: Swaps, proposals: Proposals, backend: str, kv_dtype: torch.dtype | None
+        self, twin: Twin, swaps: Swaps, proposals: Proposals, backend: Backend, kv_dtype: torch.dtype | None
     ) -> None:
         self.twin, self.swaps, self.proposals = twin, swaps, proposals
         self.probe = _Probe(twin, backend, kv_dtype)
@@ -114,7 +115,7 @@ class _Swapper:
             "norm": lambda module: type(module).__name__.endswith("RMSNorm"),
         }
         for kind in kinds:
-            if kind == "layer" and self.probe.kv_cache.kv_dtype in QUANTIZED_DTYPES:
+            if kind == "layer" and self.probe.kv_cache.kv_dtype in QUANTISED_MAX:
                 self.swaps.refused["the layers"] = "their cache is quantised"
             else:
                 self._swap(kind, wanted[kind])
@@ -206,7 +207,7 @@ class _Swapper:
 class _Probe:
     """A forward pass in which one sequence decodes, one goes on with a chunk of its prompt, and one begins."""
 
-    def __init__(self, twin: Twin, backend: str, kv_dtype: torch.dtype | None) -> None:
+    def __init__(self, twin: Twin, backend: Backend, kv_dtype: torch.dtype | None) -> None:
         self.twin = twin
         groups = group_layers(twin.layers, kv_dtype)
         self.sequences = [twin.sample_token_ids(length, seed) for seed, length in enumerate(_LENGTHS)]
