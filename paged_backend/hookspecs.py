@@ -53,9 +53,11 @@ def register_block_sizes(register: Register) -> None:
 def register_attention_backends(register: Register) -> None:
     """Offer attention backends: ``register("name", {"decode_attention": function, ...})``. Once per engine.
 
-    The operations are ``store_kv``, ``prefill_attention`` and ``decode_attention``; a function is called with what the
-    implementations in ``paged_backend.kernels`` are called with, by position. An operation left out runs as with
-    ``auto``. The model is proven with the backend before anything is served.
+    The operations and what their functions are called with, by position (see ``LayerCache``, ``Sequences``,
+    ``AttentionVariant``): ``store_kv(key, value, cache, slot_mapping)``, ``prefill_attention(query, cache, sequences,
+    variant)``, ``decode_attention(query, cache, sequences, variant)``. An operation left out runs as with ``auto``. The
+    model is proven with the backend before anything is served; a function that cannot be called so, that raises or that
+    returns another shape or dtype is a PluginError that names it.
     """
 
 

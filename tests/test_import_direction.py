@@ -51,7 +51,8 @@ ROOMS: dict[str, set[str]] = {
         "sampling_params",
         "stats",
     },
-    "cli": {"engine", "face", "hookspecs", "model", "policy", "request", "sample_model", "sampling", "service"} | VALUES,
+    "cli": {"engine", "face", "hookspecs", "model", "policy", "request", "sample_model", "sampling", "service"}
+    | VALUES,
     "__main__": {"cli"},
 }
 # The package itself, which hands out names of all rooms when they are first used.

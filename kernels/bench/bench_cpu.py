@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads import draw
 
 from paged_backend import Engine, hookimpl
-from paged_backend.kernels import cpu, decode_attention
+from paged_backend.kernels import AttentionVariant, cpu, decode_attention
 from paged_backend.model.batch import build_batch
 from paged_backend.swaps.layer import FusedLayer
 
@@ -179,12 +179,9 @@ def step_split(engine: Engine, num_seqs: int, context: int, best: Ceilings) -> N
 
     def attention() -> None:
         for index, layer in enumerate(cache.layers):
-            rule = twin.layers[index].rule
+            variant = AttentionVariant(1.0, twin.layers[index].rule)
             group = batch.groups[next(g for g, members in enumerate(cache.groups) if index in members.layers)]
-            decode_attention(
-                query, layer.key, layer.value, group.block_tables, batch.context_lens,
-                scale=1.0, window=rule.window, chunk=rule.chunk, backend="cpu",
-            )  # fmt: skip
+            decode_attention(query, layer, group.decodes, variant, backend="cpu")
 
     operations = best.operations(num_seqs, num_seqs) / 1e9
     gigabytes = best.weight_bytes / 1e9

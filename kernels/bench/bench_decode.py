@@ -39,8 +39,8 @@ def bytes_read(shape: Shape) -> int:
 def measure(shape: Shape, device: torch.device, copied: float, without: Sequence[str] = ()) -> list[str]:
     """One row of the table, with a dash for the peers named in `without`."""
     inputs = make_inputs(shape, device)
-    arguments = (inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.context_lens)
-    ours = seconds(lambda: decode_attention(*arguments, **inputs.options, backend="triton"), device)
+    arguments = (inputs.query, inputs.cache, inputs.sequences, inputs.variant)
+    ours = seconds(lambda: decode_attention(*arguments, backend="triton"), device)
     rate = bytes_read(shape) / ours
     theirs = [
         "-" if name in without else tried(lambda peer=peer: peer(shape, inputs), device) for name, peer in PEERS.items()

@@ -38,16 +38,8 @@ def operations(shape: Shape) -> int:
 def measure(shape: Shape, device: torch.device, multiplied: float, without: Sequence[str] = ()) -> list[str]:
     """One row of the table, with a dash for the peers named in `without`."""
     inputs = make_inputs(shape, device)
-    arguments = (
-        inputs.query,
-        inputs.key_cache,
-        inputs.value_cache,
-        inputs.block_tables,
-        inputs.cu_seqlens_q,
-        inputs.context_lens,
-    )
-    options = {**inputs.options, "max_seqlen_q": shape.query_len}
-    ours = seconds(lambda: prefill_attention(*arguments, **options, backend="triton"), device)
+    arguments = (inputs.query, inputs.cache, inputs.sequences, inputs.variant)
+    ours = seconds(lambda: prefill_attention(*arguments, backend="triton"), device)
     rate = operations(shape) / ours
     theirs = [
         "-" if name in without else tried(lambda peer=peer: peer(shape, inputs), device) for name, peer in PEERS.items()

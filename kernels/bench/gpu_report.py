@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -24,6 +23,9 @@ from measure import Shape, copy_rate, describe, make_inputs, markdown, product_r
 from peers import PEERS, SLOW_TO_START
 
 from paged_backend.kernels import (
+    FULL,
+    LayerCache,
+    MaskRule,
     add_rms_norm,
     decode_attention,
     prefill_attention,
@@ -32,7 +34,7 @@ from paged_backend.kernels import (
     silu_mul,
     store_kv,
 )
-from paged_backend.kernels.tuning import Tiles
+from paged_backend.kernels.triton.tuning import Tiles
 
 BUDGET_S = 450
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -68,27 +70,23 @@ class Report:
 
 def correctness(device: torch.device, context: int) -> Iterator[list[str]]:
     """Both phases against the reference on the same device; each feature at least twice, not all with all."""
-    rules: list[dict[str, int]] = [{}, {"window": 70}, {"chunk": 64}]
+    masks = [FULL, MaskRule("window", 70), MaskRule("chunk", 64)]
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     caches = [None, torch.int8, torch.float8_e4m3fn]
     for number, (dtype, cache, head_dim) in enumerate(itertools.product(dtypes, caches, (64, 80))):
-        rule = rules[number % len(rules)]
+        mask = masks[number % len(masks)]
         worst = []
         for query_len in (1, context // 4):
             shape = Shape(3, context, query_len, 14, 2, head_dim, dtype=dtype, cache_dtype=cache)
             inputs = make_inputs(shape, device)
-            options = inputs.options | rule | {"softcap": 20.0, "sinks": torch.randn(14, device=device)}
-            caches_and_tables = (inputs.key_cache, inputs.value_cache, inputs.block_tables)
-            if query_len == 1:
-                run = partial(decode_attention, inputs.query, *caches_and_tables, inputs.context_lens)
-            else:
-                lengths = (inputs.cu_seqlens_q, inputs.context_lens)
-                run = partial(prefill_attention, inputs.query, *caches_and_tables, *lengths)
-            actual, expected = (run(**options, backend=name).float() for name in ("triton", "reference"))
+            run = decode_attention if query_len == 1 else prefill_attention
+            variant = inputs.variant._replace(mask=mask, softcap=20.0, sinks=torch.randn(14, device=device))
+            arguments = (inputs.query, inputs.cache, inputs.sequences, variant)
+            actual, expected = (run(*arguments, backend=name).float() for name in ("triton", "reference"))
             worst.append((actual - expected).abs().max().item())
         cached = str(cache or dtype).removeprefix("torch.")
         yield [
-            f"{str(dtype).removeprefix('torch.')}, cache {cached}, {rule or 'full'}, dim {head_dim}",
+            f"{str(dtype).removeprefix('torch.')}, cache {cached}, {mask}, dim {head_dim}",
             *(f"{value:.1e}" for value in worst),
             "right" if max(worst) <= TOLERANCE[dtype] else "WRONG",
         ]
@@ -100,12 +98,12 @@ def small_operations(device: torch.device, copied: float, num_tokens: int) -> It
     weight = torch.ones(8192, device=device, dtype=torch.bfloat16)
     tokens = torch.randn(3, num_tokens, 8, 128, device=device).to(torch.bfloat16)
     cos, sin = torch.randn(2, num_tokens, 128, device=device)
-    caches = torch.zeros(2, -(-num_tokens // 16), 8, 16, 128, device=device).to(torch.bfloat16)
+    cache = LayerCache(*torch.zeros(2, -(-num_tokens // 16), 8, 16, 128, device=device).to(torch.bfloat16))
     slots = torch.randperm(num_tokens, device=device)
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "store_kv": (lambda: store_kv(tokens[1], tokens[2], *caches, slots, backend="triton"), 4 * tokens[0].nbytes),
+        "store_kv": (lambda: store_kv(tokens[1], tokens[2], cache, slots, backend="triton"), 4 * tokens[0].nbytes),
         "rotary_store_kv": (
-            lambda: rotary_store_kv(*tokens, cos, sin, *caches, slots, backend="triton"),
+            lambda: rotary_store_kv(*tokens, cos, sin, cache, slots, backend="triton"),
             6 * tokens[0].nbytes + 2 * cos.nbytes,
         ),
         "rms_norm": (lambda: rms_norm(hidden, weight, eps=1e-6, backend="triton"), 2 * hidden.nbytes),
@@ -125,7 +123,7 @@ def small_operations(device: torch.device, copied: float, num_tokens: int) -> It
 def tilings(shape: Shape, device: torch.device, candidates: list[Tiles]) -> Iterator[list[str]]:
     """How each tiling does on a shape, to choose from."""
     phase = "decode" if shape.query_len == 1 else "prefill"
-    module = sys.modules[f"paged_backend.kernels.{phase}_attention"]
+    module = sys.modules[f"paged_backend.kernels.triton.{phase}_attention"]
     bench, yardstick = (
         (bench_decode, copy_rate(device)) if phase == "decode" else (bench_prefill, product_rate(device, shape.dtype))
     )

@@ -6,9 +6,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+
+from paged_backend.kernels import FULL, AttentionVariant, LayerCache, MaskRule, Sequences, store_kv
 
 SECONDS_FOR_NOTHING = 1e-9
 
@@ -64,18 +65,13 @@ class Inputs:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    block_tables: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    context_lens: torch.Tensor
-    options: dict[str, Any]
+    cache: LayerCache
+    sequences: Sequences
+    variant: AttentionVariant
 
 
 def make_inputs(shape: Shape, device: torch.device) -> Inputs:
     """Draws keys and values, contiguous and in the shuffled blocks of a cache that holds the same."""
-    from paged_backend.kernels import store_kv
-
     torch.manual_seed(0)
     blocks_each = -(-shape.context // shape.block_size)
     num_blocks = shape.batch * blocks_each
@@ -86,27 +82,23 @@ def make_inputs(shape: Shape, device: torch.device) -> Inputs:
     slots = tables[:, positions // shape.block_size] * shape.block_size + positions % shape.block_size
     cache_dtype = shape.cache_dtype or shape.dtype
     caches = [torch.zeros(num_blocks, heads, shape.block_size, dim, device=device).to(cache_dtype) for _ in range(2)]
-    options: dict[str, Any] = {"scale": dim**-0.5, "window": shape.window, "max_context_len": shape.context}
-    scales = {}
+    scales = []
     if cache_dtype.itemsize == 1:
-        scales = {
-            name: torch.zeros(num_blocks, heads, shape.block_size, device=device)
-            for name in ("key_scale", "value_scale")
-        }
+        scales = [torch.zeros(num_blocks, heads, shape.block_size, device=device) for _ in range(2)]
+    cache = LayerCache(*caches, *scales)
     for row in range(shape.batch):
         tokens = (tensor[row].transpose(0, 1) for tensor in (key, value))
-        store_kv(*tokens, *caches, slots[row], **scales, backend="reference")
+        store_kv(*tokens, cache, slots[row], backend="reference")
     query = torch.randn(shape.batch * shape.query_len, shape.num_heads, dim, device=device, dtype=shape.dtype)
-    return Inputs(
-        query,
-        key,
-        value,
-        *caches,
+    sequences = Sequences(
         tables.int(),
-        torch.arange(shape.batch + 1, device=device, dtype=torch.int32) * shape.query_len,
         torch.full((shape.batch,), shape.context, device=device, dtype=torch.int32),
-        options | scales,
+        shape.context,
+        torch.arange(shape.batch + 1, device=device, dtype=torch.int32) * shape.query_len,
+        shape.query_len,
     )
+    mask = MaskRule("window", shape.window) if shape.window else FULL
+    return Inputs(query, key, value, cache, sequences, AttentionVariant(dim**-0.5, mask))
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:

@@ -59,23 +59,23 @@ def flashinfer(shape: Shape, inputs: Inputs) -> Callable[[], torch.Tensor]:
     import flashinfer as library
 
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=inputs.query.device)
-    blocks_each = inputs.block_tables.shape[1]
+    blocks_each = inputs.sequences.block_tables.shape[1]
     starts = torch.arange(shape.batch + 1, device=inputs.query.device, dtype=torch.int32) * blocks_each
-    last = torch.full_like(inputs.context_lens, (shape.context - 1) % shape.block_size + 1)
-    paging = (starts, inputs.block_tables.flatten(), last)
+    last = torch.full_like(inputs.sequences.context_lens, (shape.context - 1) % shape.block_size + 1)
+    paging = (starts, inputs.sequences.block_tables.flatten(), last)
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
     options = {
         "window_left": shape.window - 1 if shape.window else -1,
         "q_data_type": shape.dtype,
-        "kv_data_type": inputs.key_cache.dtype,
+        "kv_data_type": inputs.cache.key.dtype,
     }
     if shape.query_len == 1:
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
         wrapper.plan(*paging, *heads, **options)
     else:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        wrapper.plan(inputs.cu_seqlens_q, *paging, *heads, causal=True, **options)
-    return lambda: wrapper.run(inputs.query, (inputs.key_cache, inputs.value_cache))
+        wrapper.plan(inputs.sequences.cu_seqlens_q, *paging, *heads, causal=True, **options)
+    return lambda: wrapper.run(inputs.query, (inputs.cache.key, inputs.cache.value))
 
 
 def vllm(shape: Shape, inputs: Inputs) -> Callable[[], torch.Tensor]:
@@ -85,21 +85,21 @@ def vllm(shape: Shape, inputs: Inputs) -> Callable[[], torch.Tensor]:
     except ImportError:
         from vllm.attention.ops.triton_unified_attention import unified_attention
 
-    key, value = (cache.transpose(1, 2).contiguous() for cache in (inputs.key_cache, inputs.value_cache))
+    key, value = (cache.transpose(1, 2).contiguous() for cache in (inputs.cache.key, inputs.cache.value))
     output = torch.empty_like(inputs.query)
     return lambda: unified_attention(
         q=inputs.query,
         k=key,
         v=value,
         out=output,
-        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_q=inputs.sequences.cu_seqlens_q,
         max_seqlen_q=shape.query_len,
-        seqused_k=inputs.context_lens,
+        seqused_k=inputs.sequences.context_lens,
         max_seqlen_k=shape.context,
-        softmax_scale=inputs.options["scale"],
+        softmax_scale=inputs.variant.scale,
         causal=True,
         window_size=(shape.window - 1, 0) if shape.window else (-1, -1),
-        block_table=inputs.block_tables,
+        block_table=inputs.sequences.block_tables,
         softcap=0.0,
         q_descale=None,
         k_descale=None,

@@ -1,53 +1,79 @@
-"""Which implementation of an operation runs: a table from operation and backend name to function."""
+"""Which function runs an operation: backends, each a table of functions, and what "auto" chooses among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# What "auto" tries on a device, best first; a name that an operation has no implementation for is passed over.
-# ROCm tensors say "cuda" too. "cpu" is the compiled C++ of ops/cpu.
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton", "reference"), "cpu": ("cpu", "reference")}
-_FALLBACK = ("reference",)
 
-_implementations: dict[str, dict[str, Callable[..., Any]]] = {}
-_available: dict[str, Callable[[], bool]] = {}
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """A name and the functions that run under it, by operation; what is left out runs as with "auto".
+
+    devices: types of the devices on which "auto" takes it; ROCm tensors say "cuda" too.
+    unavailable: why it cannot run on a device, None where it can. "auto" asks at every call, so it should remember.
+    """
+
+    name: str
+    functions: Mapping[str, Callable[..., Any]]
+    devices: tuple[str, ...] = ()
+    unavailable: Callable[[torch.device], str | None] = lambda device: None
 
 
-def implements(operation: str, backend: str) -> Callable[[Function], Function]:
-    """Registers the decorated function as what `backend` runs for `operation`."""
+_reference: dict[str, Callable[..., Any]] = {}
 
-    def register(function: Function) -> Function:
-        _implementations.setdefault(operation, {})[backend] = function
+AUTO = Backend("auto", {})
+REFERENCE = Backend("reference", _reference)
+
+# By name; what "auto" prefers comes first.
+_backends: dict[str, Backend] = {}
+
+
+def reference(operation: str) -> Callable[[Function], Function]:
+    """Makes the decorated function the reference of an operation: the oracle, and what runs where nothing else does."""
+
+    def add(function: Function) -> Function:
+        _reference[operation] = function
         return function
 
-    return register
+    return add
 
 
-def available_if(backend: str, predicate: Callable[[], bool]) -> None:
-    """Lets "auto" choose `backend` only where `predicate` holds; it is asked every time and should remember."""
-    _available[backend] = predicate
+def register(backend: Backend) -> None:
+    """Lets callers name a backend, and "auto" take it, after those that were registered before."""
+    _backends[backend.name] = backend
 
 
-def implementations(operation: str) -> tuple[str, ...]:
-    """The backend names that `operation` has an implementation for."""
-    return tuple(_implementations[operation])
+def backends() -> tuple[Backend, ...]:
+    """Every backend that callers may name."""
+    return (AUTO, *_backends.values(), REFERENCE)
 
 
-def implementation(operation: str, backend: str, tensor: torch.Tensor) -> Callable[..., Any]:
+def implementation(operation: str, backend: str | Backend, tensor: torch.Tensor) -> Callable[..., Any]:
     """The function that runs `operation` on tensors that live where `tensor` does.
 
-    Raises ValueError for a backend that the operation does not have.
+    Raises ValueError for the name of a backend that the operation does not have.
     """
-    known = _implementations[operation]
-    if backend == "auto":
-        for name in _PREFERENCE.get(tensor.device.type, _FALLBACK):
-            if name in known and (name not in _available or _available[name]()):
-                return known[name]
-    if backend not in known:
-        raise ValueError(f"{operation} has no backend {backend!r}; use one of {('auto', *known)}")
-    return known[backend]
+    if isinstance(backend, str):
+        backend = _named(operation, backend)
+    function = backend.functions.get(operation)
+    return function or _preferred(operation, tensor.device)
+
+
+def _named(operation: str, name: str) -> Backend:
+    names = [backend.name for backend in backends() if backend is AUTO or operation in backend.functions]
+    if name not in names:
+        raise ValueError(f"{operation} has no backend {name!r}; use one of {tuple(names)}")
+    return next(backend for backend in backends() if backend.name == name)
+
+
+def _preferred(operation: str, device: torch.device) -> Callable[..., Any]:
+    for backend in _backends.values():
+        if device.type in backend.devices and operation in backend.functions and backend.unavailable(device) is None:
+            return backend.functions[operation]
+    return _reference[operation]

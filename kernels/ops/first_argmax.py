@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from paged_backend.kernels.cpu.loader import is_loaded
-from paged_backend.kernels.dispatch import implementation, implements
+from paged_backend.kernels.dispatch import Backend, implementation, reference
 
 # Scores whose maximum is found before its place.
 _BLOCK = 256
 
 
-def first_argmax(scores: Tensor, *, backend: str = "auto") -> Tensor:
+def first_argmax(scores: Tensor, *, backend: str | Backend = "auto") -> Tensor:
     """Index of the first maximum of each row ([R, V] to [R] int64), -1 for a row with NaN or nothing above -inf.
 
     In the scores' own dtype, which orders them as float32 would since every half-precision number is one of float32.
@@ -24,8 +24,8 @@ def first_argmax(scores: Tensor, *, backend: str = "auto") -> Tensor:
     return result
 
 
-@implements("first_argmax", "reference")
-def reference(scores: Tensor) -> Tensor:
+@reference("first_argmax")
+def _first_argmax_reference(scores: Tensor) -> Tensor:
     """By blocks, since torch finds a maximum many times faster than its place."""
     vocab_size = scores.shape[1]
     num_blocks, rest = divmod(vocab_size, _BLOCK)

@@ -1,73 +1,102 @@
-"""How keys and values lie in the cache, which of them a query may see, and how to read them back."""
+"""LayerCache: how the keys and values of a layer lie in blocks, and how to read and write them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 # The largest magnitude of each quantised cache dtype; a slot's scale maps its largest element here.
 QUANTISED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
+# Makes a tensor of a shape and dtype whose contents do not matter.
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
-def check_cache(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key_scale: torch.Tensor | None,
-    value_scale: torch.Tensor | None,
-) -> None:
-    """Raises ValueError unless caches and scales have the shapes, dtypes and layout every kernel relies on."""
-    if key_cache.dim() != 4 or value_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
-        raise ValueError(
-            "key_cache and value_cache must be [num_blocks, num_kv_heads, block_size, dim] and agree in all but dim, "
-            f"got {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
-        )
-    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
-        raise ValueError("key_cache and value_cache must be contiguous")
-    for name, cache, scale in (("key", key_cache, key_scale), ("value", value_cache, value_scale)):
-        if cache.dtype in QUANTISED_MAX:
-            if (
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LayerCache:
+    """One layer's blocks.
+
+    key, value: ``[num_blocks, num_kv_heads, block_size, dim]``, contiguous; key and value dim may differ. Slot s is
+    offset ``s % block_size`` of block ``s // block_size``.
+    key_scale, value_scale: float32 ``[num_blocks, num_kv_heads, block_size]`` where key and value are int8 or
+    float8_e4m3fn, else None. A slot has a scale of its own for each head, so that what is stored for a token never
+    depends on the tokens stored after it.
+
+    Read it by name: it may gain fields. Raises ValueError unless shapes, dtypes and layout are what kernels rely on.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        key, value = self.key, self.value
+        if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                "key and value of a cache must be [num_blocks, num_kv_heads, block_size, dim] and agree in all but "
+                f"dim, got {tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        if not (key.is_contiguous() and value.is_contiguous()):
+            raise ValueError("key and value of a cache must be contiguous")
+        for name, cache, scale in (("key", key, self.key_scale), ("value", value, self.value_scale)):
+            if cache.dtype not in QUANTISED_MAX:
+                if scale is not None:
+                    raise ValueError(f"{name}_scale is for int8 and float8_e4m3fn caches, {name} is {cache.dtype}")
+            elif (
                 scale is None
                 or scale.shape != cache.shape[:3]
                 or scale.dtype != torch.float32
                 or not scale.is_contiguous()
             ):
                 raise ValueError(
-                    f"{name}_cache is {cache.dtype} and needs {name}_scale, contiguous float32 {tuple(cache.shape[:3])}"
+                    f"{name} is {cache.dtype} and needs {name}_scale, contiguous float32 {tuple(cache.shape[:3])}"
                 )
-        elif scale is not None:
-            raise ValueError(f"{name}_scale is for int8 and float8_e4m3fn caches, {name}_cache is {cache.dtype}")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def key_dim(self) -> int:
+        return self.key.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What it consists of; the first dimension of each is num_blocks."""
+        return [t for t in (self.key, self.value, self.key_scale, self.value_scale) if t is not None]
 
 
-def check_rule(window: int | None, chunk: int | None) -> None:
-    """Raises ValueError unless the mask rule is none, a positive window or a positive chunk."""
-    if window is not None and chunk is not None:
-        raise ValueError(f"a layer has one mask rule, got window={window} and chunk={chunk}")
-    for name, size in (("window", window), ("chunk", chunk)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+def empty_cache(
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    allocate: Allocate,
+) -> LayerCache:
+    """A cache of this size in tensors that `allocate` makes."""
+    slots = (num_blocks, num_kv_heads, block_size)
+    key, value = allocate((*slots, key_dim), dtype), allocate((*slots, value_dim), dtype)
+    if dtype not in QUANTISED_MAX:
+        return LayerCache(key, value)
+    return LayerCache(key, value, allocate(slots, torch.float32), allocate(slots, torch.float32))
 
 
-def first_visible(position: int, window: int | None, chunk: int | None) -> int:
-    """The earliest key position that a query at `position` may see."""
-    if window is not None:
-        return max(0, position - window + 1)
-    if chunk is not None:
-        return position // chunk * chunk
-    return 0
-
-
-def visible(
-    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None, chunk: int | None
-) -> torch.Tensor:
-    """Whether each query may see each key: causal, and within the window or chunk if there is one.
-
-    The two position tensors broadcast against each other; the result is bool of their common shape.
-    """
-    mask = key_positions <= query_positions
-    if window is not None:
-        mask &= key_positions > query_positions - window
-    if chunk is not None:
-        mask &= key_positions // chunk == query_positions // chunk
-    return mask
+def scatter_slots(cache: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Writes what each token of [num_tokens, num_kv_heads, ...] has into its slot of a cache, or of its scales."""
+    block_size = cache.shape[2]
+    cache[slots // block_size, :, slots % block_size] = tokens.to(cache.dtype)
 
 
 def rows_of_blocks(blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -1,34 +1,14 @@
 """prefill_attention: the queries of a prompt, or of a chunk of one, against all that is cached up to them."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
 
-from paged_backend.kernels.dispatch import implementation, implements
-from paged_backend.kernels.kv_layout import check_cache, check_rule, first_visible, gather_rows, rows_of_blocks, visible
+from paged_backend.kernels.attention_variant import AttentionVariant
+from paged_backend.kernels.dispatch import Backend, implementation, reference
+from paged_backend.kernels.kv_layout import LayerCache, gather_rows, rows_of_blocks
+from paged_backend.kernels.sequences import Sequences
 from paged_backend.kernels.softmax_attention import bias_of, softmax_attention
-from paged_backend.kernels.triton_attention import (
-    attend_keys,
-    dot_dtype,
-    dot_options,
-    element_bits,
-    first_visible_key,
-    heads_per_program,
-    rule_and_span,
-    start_softmax,
-)
-from paged_backend.kernels.triton_cache import as_stored
-from paged_backend.kernels.triton_support import (
-    architecture,
-    converts_float8,
-    jit,
-    next_power_of_2,
-    tl,
-    triton_operation,
-)
-from paged_backend.kernels.tuning import prefill_tiles
 
 # Queries are attended in slices of this many, so that the scores stay small and each slice stops at its last
 # visible key: half of a causal product is never computed.
@@ -37,94 +17,49 @@ _QUERY_SLICE = 64
 
 def prefill_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
+    cache: LayerCache,
+    sequences: Sequences,
+    variant: AttentionVariant,
     *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_context_len: int | None = None,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
 ) -> torch.Tensor:
     """Attends with several new tokens of each sequence, packed one sequence after the other.
 
-    query: [num_tokens, num_heads, key_dim], any strides;
-    cu_seqlens_q: int32 [num_seqs + 1], sequence s owns the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1]; rows past the
-    last one are padding and come out zero;
-    context_lens: int32 [num_seqs], tokens of the sequence with all its queries, whose keys and values are stored
-    already: row i of sequence s sits at position context_lens[s] - q_len[s] + i;
-    max_seqlen_q, max_context_len: upper bounds known to the caller, which spare a device a synchronisation.
-    Everything else, and who sees whom, is as in `decode_attention`; that the queries see each other causally follows
-    from their positions.
+    query: [num_tokens, num_heads, key_dim], any strides; row i of sequence s sits at position
+    context_lens[s] - q_len[s] + i. Rows past the last sequence are padding and come out zero. That queries see each
+    other causally follows from their positions; everything else is as in `decode_attention`.
 
     Returns [num_tokens, num_heads, value_dim] in the dtype of query; the softmax is computed in float32.
-    Raises ValueError for shapes, dtypes or rules that do not fit and for a backend that does not exist.
+    Raises ValueError for shapes that do not fit and for a backend that does not exist.
     """
-    check_cache(key_cache, value_cache, key_scale, value_scale)
-    check_rule(window, chunk)
-    if query.shape[2] != key_cache.shape[3] or query.shape[1] % key_cache.shape[1]:
+    cache_shape = cache.key.shape
+    if query.shape[2] != cache_shape[3] or query.shape[1] % cache_shape[1]:
         raise ValueError(
-            f"query {tuple(query.shape)} does not fit key_cache {tuple(key_cache.shape)}: "
+            f"query {tuple(query.shape)} does not fit a cache with keys {tuple(cache_shape)}: "
             "the dims must agree and num_heads be a multiple of num_kv_heads"
         )
-    num_seqs = context_lens.shape[0]
-    if block_tables.shape[0] != num_seqs or cu_seqlens_q.shape != (num_seqs + 1,):
+    block_tables, cu_seqlens_q = sequences.block_tables, sequences.cu_seqlens_q
+    num_seqs = sequences.context_lens.shape[0]
+    if cu_seqlens_q is None or block_tables.shape[0] != num_seqs or cu_seqlens_q.shape != (num_seqs + 1,):
+        starts = "None" if cu_seqlens_q is None else tuple(cu_seqlens_q.shape)
         raise ValueError(
             f"block_tables {tuple(block_tables.shape)} must have {num_seqs} rows and cu_seqlens_q "
-            f"{tuple(cu_seqlens_q.shape)} {num_seqs + 1} entries to go with {num_seqs} context_lens"
+            f"{starts} {num_seqs + 1} entries to go with {num_seqs} context_lens"
         )
-    run = implementation("prefill_attention", backend, query)
-    return run(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        cu_seqlens_q,
-        context_lens,
-        scale,
-        window,
-        chunk,
-        softcap,
-        sinks,
-        key_scale,
-        value_scale,
-        max_seqlen_q,
-        max_context_len,
-    )
+    return implementation("prefill_attention", backend, query)(query, cache, sequences, variant)
 
 
-@implements("prefill_attention", "reference")
+@reference("prefill_attention")
 def _prefill_attention_reference(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    key_scale: torch.Tensor | None,
-    value_scale: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    max_context_len: int | None,
+    query: torch.Tensor, cache: LayerCache, sequences: Sequences, variant: AttentionVariant
 ) -> torch.Tensor:
     num_tokens, num_heads, _ = query.shape
-    num_kv_heads, block_size = key_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    output = query.new_zeros(num_tokens, num_heads, value_cache.shape[3])
-    starts = cu_seqlens_q.tolist()
-    for index, context_len in enumerate(context_lens.tolist()):
+    num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
+    group, mask = num_heads // num_kv_heads, variant.mask
+    output = query.new_zeros(num_tokens, num_heads, cache.value_dim)
+    assert sequences.cu_seqlens_q is not None
+    starts = sequences.cu_seqlens_q.tolist()
+    for index, context_len in enumerate(sequences.context_lens.tolist()):
         start, end = starts[index], starts[index + 1]
         position = context_len - (end - start)
         if start == end:
@@ -132,244 +67,28 @@ def _prefill_attention_reference(
         if position < 0:
             raise ValueError(f"sequence {index} has {end - start} queries but only {context_len} tokens of context")
         # Everything before this key is out of sight of every query of the sequence.
-        origin = first_visible(position, window, chunk) // block_size * block_size
-        rows = rows_of_blocks(
-            block_tables[index, origin // block_size : -(-context_len // block_size)].long()[None], num_kv_heads
-        )
-        key = gather_rows(key_cache, key_scale, rows).float()
-        value = gather_rows(value_cache, value_scale, rows)
+        origin = mask.first_visible(position) // block_size * block_size
+        blocks = sequences.block_tables[index, origin // block_size : -(-context_len // block_size)]
+        rows = rows_of_blocks(blocks.long()[None], num_kv_heads)
+        key = gather_rows(cache.key, cache.key_scale, rows).float()
+        value = gather_rows(cache.value, cache.value_scale, rows)
         for row in range(start, end, _QUERY_SLICE):
             stop = min(row + _QUERY_SLICE, end)
             here = position + row - start
             last = here + stop - row
-            first = first_visible(here, window, chunk)
+            first = mask.first_visible(here)
             # Without a rule every query of the slice sees all keys up to its first one, however many there are.
-            doubtful = here if window is None and chunk is None else first
+            doubtful = here if mask.kind == "full" else first
             query_positions = torch.arange(here, last, device=query.device)[:, None]
             key_positions = torch.arange(doubtful, last, device=query.device)
             attended = softmax_attention(
                 query[row:stop].transpose(0, 1).unflatten(0, (num_kv_heads, group))[None],
                 key[:, :, first - origin : last - origin],
                 value[:, :, first - origin : last - origin],
-                bias_of(visible(query_positions, key_positions, window, chunk))[None],
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
+                bias_of(mask.visible(query_positions, key_positions))[None],
+                scale=variant.scale,
+                softcap=variant.softcap,
+                sinks=variant.sinks,
             )
             output[row:stop] = attended[0].flatten(0, 1).transpose(0, 1).to(output.dtype)
     return output
-
-
-@jit
-def _prefill_attention_kernel(
-    query_ptr,
-    output_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    block_tables_ptr,
-    cu_seqlens_q_ptr,
-    context_lens_ptr,
-    sinks_ptr,
-    scale,
-    softcap,
-    span,
-    num_seqs,
-    num_kv_heads,
-    stride_query_token,
-    stride_query_head,
-    stride_table,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    RULE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_KEY_DIM: tl.constexpr,
-    BLOCK_VALUE_DIM: tl.constexpr,
-    ROUND_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    NATIVE_FLOAT8: tl.constexpr,
-):
-    # Rows are pairs of token and head of the group, so that a key is loaded once for all the heads that share it.
-    TOKENS: tl.constexpr = BLOCK_M // HEADS
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1) // PARTS
-    # Sequence s owns the tiles from cu_seqlens_q[s] // TOKENS + s on, at least as many as it needs: the last sequence
-    # that starts at or before this tile is found without the host knowing any length, as in vLLM's unified attention.
-    low = 0
-    high = num_seqs
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(cu_seqlens_q_ptr + middle) // TOKENS + middle <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    sequence = low - 1
-    first_token = tl.load(cu_seqlens_q_ptr + sequence)
-    query_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - first_token
-    tile -= first_token // TOKENS + sequence
-    tiles = tl.cdiv(query_len, TOKENS)
-    if tile >= tiles:
-        return
-    # The last tokens see most keys; starting with them leaves short work for the end.
-    first_row = (tiles - 1 - tile) * TOKENS
-    last_row = tl.minimum(first_row + TOKENS, query_len) - 1
-    context_len = tl.load(context_lens_ptr + sequence)
-    before = context_len - query_len
-
-    pairs = tl.arange(0, BLOCK_M)
-    tokens = first_row + pairs // HEADS
-    group_rows = tl.program_id(1) % PARTS * HEADS + pairs % HEADS
-    heads = kv_head * GROUP + group_rows
-    rows_held = (pairs < TOKENS * HEADS) & (tokens <= last_row) & (group_rows < GROUP)
-    # Rows without a token repeat the last one, so that they widen no range.
-    positions = before + tl.minimum(tokens, last_row)
-    firsts = first_visible_key(positions, span, RULE)
-    lowest = first_visible_key(before + first_row, span, RULE)
-    stop = before + last_row + 1
-
-    key_dims = tl.arange(0, BLOCK_KEY_DIM)
-    rows = (first_token + tokens).to(tl.int64)
-    query = tl.load(
-        query_ptr
-        + rows[:, None] * stride_query_token
-        + heads.to(tl.int64)[:, None] * stride_query_head
-        + key_dims[None, :],
-        mask=rows_held[:, None] & (key_dims < KEY_DIM)[None, :],
-        other=0.0,
-    ).to(DOT_DTYPE)
-    maximum, total = start_softmax(sinks_ptr, heads, rows_held, HAS_SINKS, BLOCK_M)
-    accumulator = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM], tl.float32)
-    table_ptr = block_tables_ptr + tl.cast(sequence, tl.int64) * stride_table
-
-    # Keys in three stretches: before all rows see every key of a tile (windows and chunks only), while they do, after.
-    start = lowest // BLOCK_N * BLOCK_N
-    all_from = tl.cdiv(first_visible_key(before + last_row, span, RULE), BLOCK_N) * BLOCK_N
-    all_to = (before + first_row + 1) // BLOCK_N * BLOCK_N
-    all_to = tl.maximum(all_from, all_to)
-    for stretch in tl.static_range(1 if RULE == 0 else 0, 3):
-        accumulator, maximum, total = attend_keys(
-            query,
-            accumulator,
-            maximum,
-            total,
-            positions,
-            firsts,
-            start if stretch == 0 else (all_from if stretch == 1 else all_to),
-            tl.minimum(all_from, stop) if stretch == 0 else (all_to if stretch == 1 else stop),
-            lowest,
-            stop,
-            table_ptr,
-            kv_head,
-            num_kv_heads,
-            key_cache_ptr,
-            value_cache_ptr,
-            key_scale_ptr,
-            value_scale_ptr,
-            scale,
-            softcap,
-            stretch != 1,
-            HAS_SOFTCAP,
-            BLOCK_SIZE,
-            KEY_DIM,
-            VALUE_DIM,
-            BLOCK_N,
-            BLOCK_KEY_DIM,
-            BLOCK_VALUE_DIM,
-            ROUND_DTYPE,
-            DOT_DTYPE,
-            NATIVE_FLOAT8,
-        )
-    attended = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
-    value_dims = tl.arange(0, BLOCK_VALUE_DIM)
-    output_rows = rows * num_kv_heads * GROUP + heads
-    tl.store(
-        output_ptr + output_rows[:, None] * VALUE_DIM + value_dims[None, :],
-        attended.to(output_ptr.dtype.element_ty),
-        mask=rows_held[:, None] & (value_dims < VALUE_DIM)[None, :],
-    )
-
-
-@triton_operation("prefill_attention")
-def _prefill_attention_triton(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    key_scale: torch.Tensor | None,
-    value_scale: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    max_context_len: int | None,
-) -> torch.Tensor:
-    query = query if query.stride(2) == 1 else query.contiguous()
-    num_tokens, num_heads, key_dim = query.shape
-    num_kv_heads, block_size = key_cache.shape[1:3]
-    value_dim, group = value_cache.shape[3], num_heads // num_kv_heads
-    num_seqs = context_lens.shape[0]
-    output = query.new_zeros(num_tokens, num_heads, value_dim)
-    if not (num_tokens and num_seqs):
-        return output
-    rule, span = rule_and_span(window, chunk)
-    block_key_dim, block_value_dim = max(16, next_power_of_2(key_dim)), max(16, next_power_of_2(value_dim))
-    dtype = dot_dtype(query, key_cache, value_cache)
-    arch = architecture(query.device)
-    bits = element_bits(dtype, key_cache, value_cache)
-    tiles = prefill_tiles(arch, bits, max(block_key_dim, block_value_dim))
-    parts, heads = heads_per_program(group, tiles.block_m)
-    _prefill_attention_kernel[(num_tokens // (tiles.block_m // heads) + num_seqs, num_kv_heads * parts)](
-        query,
-        output,
-        as_stored(key_cache),
-        as_stored(value_cache),
-        key_scale,
-        value_scale,
-        block_tables,
-        cu_seqlens_q,
-        context_lens,
-        sinks,
-        scale,
-        softcap or 0.0,
-        span,
-        num_seqs,
-        num_kv_heads,
-        query.stride(0),
-        query.stride(1),
-        block_tables.stride(0),
-        GROUP=group,
-        PARTS=parts,
-        HEADS=heads,
-        RULE=rule,
-        HAS_SINKS=sinks is not None,
-        HAS_SOFTCAP=softcap is not None,
-        BLOCK_SIZE=block_size,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_KEY_DIM=block_key_dim,
-        BLOCK_VALUE_DIM=block_value_dim,
-        NATIVE_FLOAT8=converts_float8(arch),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **dot_options(dtype),
-    )
-    return output
-
-
-@_prefill_attention_triton.register_fake
-def _(query, key_cache, value_cache, *_):
-    return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])

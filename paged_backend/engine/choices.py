@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paged_backend.config import EngineConfig
-from paged_backend.model.attention import add_backend, check_backend
+from paged_backend.model.attention_backend import Backend, resolve
 from paged_backend.policies import BlockSizeRule, EvictionPolicy, SchedulingPolicy
 from paged_backend.policy.plugin_manager import PluginManager
 
@@ -16,13 +16,13 @@ class Choices:
     """What one engine runs with.
 
     make_eviction: makes the eviction policy of one KV group. block_size: tokens, or the rule that tells them of a
-    model. attention_backend: the name of the kernels.
+    model. attention_backend: the kernels.
     """
 
     scheduler: SchedulingPolicy
     make_eviction: Callable[[], EvictionPolicy]
     block_size: int | BlockSizeRule
-    attention_backend: str
+    attention_backend: Backend
 
 
 def choose(config: EngineConfig, plugins: PluginManager) -> Choices:
@@ -31,13 +31,10 @@ def choose(config: EngineConfig, plugins: PluginManager) -> Choices:
     Raises UnknownPolicy for a name that nobody registered, ConfigError for an object or an option that cannot be used,
     PluginError for what a plugin registered wrongly.
     """
-    functions = plugins.attention_backend(config.attention_backend)
-    if functions is not None:
-        add_backend(config.attention_backend, functions)
-    check_backend(config.attention_backend)
+    name = config.attention_backend
     return Choices(
         scheduler=plugins.scheduler(config.scheduler, config.scheduler_options),
         make_eviction=plugins.eviction_factory(config.eviction, config.eviction_options),
         block_size=plugins.block_size_rule(config.block_size),
-        attention_backend=config.attention_backend,
+        attention_backend=resolve(name, plugins.attention_backend(name)),
     )

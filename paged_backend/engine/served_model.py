@@ -13,7 +13,7 @@ from paged_backend.errors import ConfigError, ContextOverflow, UnsupportedModel
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.memory.cache_sizing import MAX_BLOCKS, blocks_for_config, blocks_for_lengths
 from paged_backend.memory.kv_cache import KVCache, group_layers
-from paged_backend.model.attention import check_backend_runs
+from paged_backend.model.attention_backend import check_runs
 from paged_backend.model.decode_timing import decode_seconds
 from paged_backend.model.proof import prove
 from paged_backend.model.runner import ModelRunner
@@ -51,7 +51,7 @@ class ServedModel:
         self._policy_errors = policy_errors
         self.twin = Twin(model)
         self._devices = list(dict.fromkeys([self.twin.device, *(layer.device for layer in self.twin.layers)]))
-        check_backend_runs(choices.attention_backend, self._devices)
+        check_runs(choices.attention_backend, self._devices)
         self.swaps = self._swap(model)
         self.max_model_len = self._length_limit()
         self.groups = group_layers(self.twin.layers, config.kv_torch_dtype)

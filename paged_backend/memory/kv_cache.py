@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paged_backend.kernels import copy_blocks, cpu
-from paged_backend.memory.mask_rule import MaskRule
-
-QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+from paged_backend.kernels import QUANTISED_MAX, LayerCache, MaskRule, copy_blocks, cpu, empty_cache
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class LayerSpec:
     def bytes_per_token(self, kv_dtype: torch.dtype | None = None) -> int:
         """Bytes that one token's key, value and scales take in the cache."""
         dtype = kv_dtype or self.dtype
-        scales = 2 * 4 if dtype in QUANTIZED_DTYPES else 0
+        scales = 2 * 4 if dtype in QUANTISED_MAX else 0
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
@@ -60,23 +57,6 @@ def group_layers(layers: Sequence[LayerSpec], kv_dtype: torch.dtype | None = Non
         KVGroup(rule, tuple(members[rule]), sum(layers[i].bytes_per_token(kv_dtype) for i in members[rule]))
         for rule in rules
     ]
-
-
-@dataclass
-class LayerCache:
-    """One layer's blocks: keys ``[num_blocks, num_kv_heads, block_size, key_dim]``, values likewise.
-
-    A quantised cache has float32 scales ``[num_blocks, num_kv_heads, block_size]``, one per slot and head, so
-    that what is stored for a token never depends on the tokens stored after it.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    key_scale: torch.Tensor | None = None
-    value_scale: torch.Tensor | None = None
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (self.key, self.value, self.key_scale, self.value_scale) if t is not None]
 
 
 class KVCache:
@@ -131,16 +111,10 @@ class KVCache:
 def _layer_cache(
     layer: LayerSpec, num_blocks: int, block_size: int, kv_dtype: torch.dtype | None, arena: cpu.Arena
 ) -> LayerCache:
-    dtype = kv_dtype or layer.dtype
-    slots = (num_blocks, layer.num_kv_heads, block_size)
-
-    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if layer.device.type == "cpu":
             return arena.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=layer.device)
 
-    def scales() -> torch.Tensor | None:
-        return empty(slots, torch.float32) if dtype in QUANTIZED_DTYPES else None
-
-    key, value = empty((*slots, layer.key_dim), dtype), empty((*slots, layer.value_dim), dtype)
-    return LayerCache(key, value, scales(), scales())
+    dtype = kv_dtype or layer.dtype
+    return empty_cache(num_blocks, layer.num_kv_heads, block_size, layer.key_dim, layer.value_dim, dtype, allocate)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paged_backend.kernels import Sequences
+
 
 @dataclass(frozen=True)
 class GroupTables:
@@ -15,10 +17,13 @@ class GroupTables:
 
     block_tables: ``[num_seqs, width]`` int32; entries outside what a sequence still sees are meaningless.
     slot_mapping: ``[num_tokens]`` int64, the slot each new token's key and value go to.
+    decodes, prefills: the same sequences as attention takes them, None where there are none.
     """
 
     block_tables: torch.Tensor
     slot_mapping: torch.Tensor
+    decodes: Sequences | None
+    prefills: Sequences | None
 
 
 @dataclass(frozen=True)
@@ -91,19 +96,29 @@ def build_batch(
     max_decode_context = int(context_lens[:num_decodes].max(initial=0))
     max_prefill_context = int(context_lens[num_decodes:].max(initial=0))
     width = -(-max(max_decode_context, max_prefill_context, 1) // block_size)
+    max_seqlen_q = int(lengths.max(initial=0))
+    lens, starts_q = _tensor(context_lens.astype(np.int32), device), _tensor(offsets.astype(np.int32), device)
     groups = []
     for table in tables:
         slots = table[sequence_of, block_index].astype(np.int64) * block_size + offset
-        groups.append(GroupTables(_tensor(np.ascontiguousarray(table[:, :width]), device), _tensor(slots, device)))
+        blocks = _tensor(np.ascontiguousarray(table[:, :width]), device)
+        decodes = prefills = None
+        if not chunks:
+            decodes = Sequences(blocks, lens, max_decode_context)
+        else:
+            prefills = Sequences(blocks[num_decodes:], lens[num_decodes:], max_prefill_context, starts_q, max_seqlen_q)
+            if num_decodes:
+                decodes = Sequences(blocks[:num_decodes], lens[:num_decodes], max_decode_context)
+        groups.append(GroupTables(blocks, _tensor(slots, device), decodes, prefills))
     return Batch(
         input_ids=_tensor(input_ids, device),
         positions=_tensor(positions, device),
-        context_lens=_tensor(context_lens.astype(np.int32), device),
-        cu_seqlens_q=_tensor(offsets.astype(np.int32), device),
+        context_lens=lens,
+        cu_seqlens_q=starts_q,
         logits_rows=_tensor(rows, device),
         groups=tuple(groups),
         num_decodes=num_decodes,
-        max_seqlen_q=int(lengths.max(initial=0)),
+        max_seqlen_q=max_seqlen_q,
         max_decode_context=max_decode_context,
         max_prefill_context=max_prefill_context,
         embeds=tuple(embeds),

@@ -7,6 +7,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from paged_backend.kernels import AttentionVariant, Backend
 from paged_backend.memory.kv_cache import KVCache, KVGroup, LayerSpec
 from paged_backend.model.attention import ForwardContext, PagedLayer
 from paged_backend.model.batch import build_batch
@@ -17,7 +18,7 @@ TIME_LIMIT_S = 0.05
 
 @torch.inference_mode()
 def decode_seconds(
-    layer: LayerSpec, kv_dtype: torch.dtype | None, backend: str, block_size: int, context_len: int, num_seqs: int
+    layer: LayerSpec, kv_dtype: torch.dtype | None, backend: Backend, block_size: int, context_len: int, num_seqs: int
 ) -> float:
     """The fastest of a few runs for ``num_seqs`` sequences of ``context_len`` tokens in scattered blocks."""
     width = -(-context_len // block_size)
@@ -35,12 +36,13 @@ def decode_seconds(
         return torch.randn(num_seqs, num_heads, dim, device=layer.device).to(layer.dtype)
 
     paged = PagedLayer(context, cache.layers[0], 0, layer.rule)
+    variant = AttentionVariant(layer.key_dim**-0.5, layer.rule)
     query, key = draw(layer.num_heads, layer.key_dim), draw(layer.num_kv_heads, layer.key_dim)
     value = draw(layer.num_kv_heads, layer.value_dim)
 
     def run() -> float:
         start = perf_counter()
-        paged.attend(query, key, value, layer.key_dim**-0.5, None, None)
+        paged.attend(query, key, value, variant)
         if layer.device.type == "cuda":
             torch.cuda.synchronize(layer.device)
         return perf_counter() - start

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from paged_backend.kernels import FULL, MaskRule
 from paged_backend.memory.kv_cache import LayerSpec
-from paged_backend.memory.mask_rule import FULL, MaskRule
 from paged_backend.model.position_limit import PositionTables, rope_limit
 
 PROBE_NAME = "paged_backend_probe"
@@ -173,7 +173,11 @@ def _call_rule(name: str, call: _Call, recording: _Recording, rules: dict[int, M
     if call.mask is None:
         if not call.causal:
             raise Unprovable(f"{name} attends in both directions")
-        return FULL if call.window is None else MaskRule("window", int(call.window))
+        if call.window is None:
+            return FULL
+        if call.window < 1:
+            raise Unprovable(f"{name} attends to a window of {call.window} tokens")
+        return MaskRule("window", int(call.window))
     tags = call.mask.unique().tolist()
     tag = int(tags[0]) - _FIRST_TAG
     if len(tags) != 1 or not 0 <= tag < len(recording.mask_functions):

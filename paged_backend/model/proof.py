@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from paged_backend.errors import PluginError
+from paged_backend.kernels import AUTO, FULL, Backend
 from paged_backend.memory.kv_cache import KVCache, group_layers
-from paged_backend.memory.mask_rule import FULL
 from paged_backend.model.batch import build_batch
 from paged_backend.model.layer_probe import Unprovable
 from paged_backend.model.model_copy import plain_model
@@ -28,24 +29,27 @@ _SMALL = 64
 _RULED_OUT = 1e30
 
 
-def prove(model: PreTrainedModel, twin: Twin, backend: str = "auto") -> None:
+def prove(model: PreTrainedModel, twin: Twin, backend: Backend = AUTO) -> None:
     """Check that ``twin`` gives the logits that ``model`` gives for each of two sequences alone.
 
     The sequences run packed in one prefill, then again in chunks and decodes that share passes, through shuffled
     blocks that hold NaN where nothing was stored; every token's logits are compared. ``model`` itself runs with its
     own attention, in eval mode, and is left as it was.
 
-    Raises UnsupportedModel with the numbers when they differ by more than rounding.
+    Raises UnsupportedModel with the numbers when they differ by more than rounding, and PluginError when functions of
+    ``backend`` that a plugin brings fail.
     """
     try:
         _prove(model, twin, backend)
     except Unprovable as reason:
         raise unsupported(plain_model(model), str(reason)) from None
+    except PluginError:
+        raise
     except Exception as error:
         raise unsupported(plain_model(model), f"the proof failed with {type(error).__name__}: {error}") from error
 
 
-def _prove(model: PreTrainedModel, twin: Twin, backend: str) -> None:
+def _prove(model: PreTrainedModel, twin: Twin, backend: Backend) -> None:
     sequences = _sequences(twin)
     expected = _lone_logits(model, twin, sequences)
     pool = _Pool(twin, [len(tokens) for tokens in sequences])
@@ -61,9 +65,9 @@ def _prove(model: PreTrainedModel, twin: Twin, backend: str) -> None:
                 known = len(sequences[index]) - 1 - first
                 errors.setdefault(stage, []).append(rows[:known])
                 errors.setdefault("decode as with the model's own cache", []).append(rows[known:])
-    hint = ""
+    hint = "" if backend is AUTO else f"; its attention ran on attention_backend={backend.name!r}"
     if "position_ids" not in inspect.signature(plain_model(model).forward).parameters:
-        hint = "; its forward takes no position_ids"
+        hint += "; its forward takes no position_ids"
     for stage, parts in errors.items():
         _judge(stage, torch.cat(parts), _tolerances(twin), hint)
 

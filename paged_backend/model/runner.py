@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from paged_backend.kernels import AUTO, Backend
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.model.attention import ForwardContext, PagedLayer
 from paged_backend.model.batch import Batch
@@ -13,7 +14,7 @@ from paged_backend.model.twin import Twin
 class ModelRunner:
     """Runs the twin on packed batches, its attention layers reading and writing ``kv_cache``."""
 
-    def __init__(self, twin: Twin, kv_cache: KVCache, backend: str = "auto") -> None:
+    def __init__(self, twin: Twin, kv_cache: KVCache, backend: Backend = AUTO) -> None:
         self.twin = twin
         self.context = ForwardContext(backend)
         self.use_cache(kv_cache)

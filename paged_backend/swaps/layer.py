@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged_backend.kernels import cpu
-from paged_backend.memory.kv_cache import QUANTIZED_DTYPES
+from paged_backend.kernels import QUANTISED_MAX, cpu
 from paged_backend.model.attention import PagedLayer
 from paged_backend.swaps.fused import Fused
 from paged_backend.swaps.kind import ModuleCall, SwapKind, Trial, first_tensor
@@ -99,7 +98,7 @@ class LayerSwap(SwapKind):
         if attention is None or mlp is None:
             raise NoMatch("it has no child called mlp")
         recorder: Recorder = attention.__dict__["paged_layer"]
-        if recorder.cache.key.dtype in QUANTIZED_DTYPES:
+        if recorder.cache.key.dtype in QUANTISED_MAX:
             raise NoMatch("its cache is quantised")
         if call.x.dim() != 3 or (isinstance(call.output, tuple) and len(call.output) != 1):
             raise NoMatch("it does not turn hidden states into hidden states")
@@ -122,7 +121,7 @@ class LayerSwap(SwapKind):
                 recorder.num_heads,
                 activation,
                 rotates,
-                cpu.rule_arguments(*recorder.call),
+                cpu.rule_arguments(recorder.variant),
                 isinstance(call.output, tuple),
             )
             yield self.packing.up_to_crossover(fused, call.x.dtype)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
+from paged_backend.kernels import AttentionVariant, Backend
 from paged_backend.memory.kv_cache import KVCache, group_layers
 from paged_backend.model.attention import PagedLayer
 from paged_backend.model.batch import Batch, build_batch
@@ -23,21 +22,14 @@ class Recorder(PagedLayer):
     def __init__(self, layer: PagedLayer) -> None:
         super().__init__(layer.context, layer.cache, layer.group, layer.rule)
         self.num_heads = 0
-        self.call: tuple[Any, ...] = ()
+        self.variant = AttentionVariant(1.0)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, variant: AttentionVariant
     ) -> torch.Tensor:
         """Attend as the layer does."""
-        self.num_heads = query.shape[1]
-        self.call = (scale, self.rule.window, self.rule.chunk, softcap, sinks)
-        return super().attend(query, key, value, scale, softcap, sinks)
+        self.num_heads, self.variant = query.shape[1], variant
+        return super().attend(query, key, value, variant)
 
 
 class Probe:
@@ -46,7 +38,7 @@ class Probe:
     A Recorder hangs on each attention module of the twin.
     """
 
-    def __init__(self, twin: Twin, backend: str, kv_dtype: torch.dtype | None) -> None:
+    def __init__(self, twin: Twin, backend: Backend, kv_dtype: torch.dtype | None) -> None:
         self.twin = twin
         groups = group_layers(twin.layers, kv_dtype)
         self.sequences = [twin.sample_token_ids(length, seed) for seed, length in enumerate(_LENGTHS)]

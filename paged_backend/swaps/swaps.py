@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paged_backend.config import SWAPS
-from paged_backend.kernels import cpu
+from paged_backend.kernels import AUTO, Backend, cpu
 from paged_backend.model.twin import Twin
 from paged_backend.swaps.fused import Fused
 from paged_backend.swaps.kind import ModuleCall, SwapKind
@@ -58,7 +58,7 @@ def swap_modules(
     *,
     optimize: str | Sequence[str] = "auto",
     quantize: str | None = None,
-    backend: str = "auto",
+    backend: Backend = AUTO,
     kv_dtype: torch.dtype | None = None,
 ) -> Swaps:
     """Replace modules of ``twin``: whole decoder layers, else gated MLPs, else linear layers and RMS norms.
@@ -77,7 +77,7 @@ def swap_modules(
     if twin.patched is not None:
         swaps.refused["the model"] = f"{twin.patched} was patched, and may do something else later"
         return swaps
-    if backend not in ("auto", "cpu") or not cpu.is_available():
+    if backend not in (AUTO, cpu.BACKEND) or not cpu.is_available():
         swaps.refused["the model"] = "the C++ operations are not in use"
         return swaps
     packs = optimize != "memory" or quantize is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged_backend.kernels import triton_support
+from paged_backend.kernels.triton import support as triton_support
 
 # The same tests hold every backend to the oracle: Triton's in a process of its own, see test_interpreter.py.
 BACKENDS = ["triton"] if triton_support.interpreted else ["reference", "cpu"]

@@ -12,6 +12,11 @@ import pytest
 import torch
 
 from paged_backend.kernels import (
+    FULL,
+    AttentionVariant,
+    LayerCache,
+    MaskRule,
+    Sequences,
     add_rms_norm,
     decode_attention,
     gelu_mul,
@@ -20,8 +25,8 @@ from paged_backend.kernels import (
     rotary_store_kv,
     silu_mul,
     store_kv,
-    triton_support,
 )
+from paged_backend.kernels.triton import support as triton_support
 
 if not triton_support.available or triton_support.interpreted:
     pytest.skip("needs Triton's compiler, which TRITON_INTERPRET=1 replaces", allow_module_level=True)
@@ -35,7 +40,7 @@ NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS = 8, 16, 2
 SCALES = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)
 # ptxas stops short of the registers it may use, parking a few words, where that lets one block more run.
 PARKED_BYTES = 32
-RULES = {"full": {}, "window": {"window": 100}, "chunk": {"chunk": 64}}
+RULES = {"full": FULL, "window": MaskRule("window", 100), "chunk": MaskRule("chunk", 64)}
 
 
 @pytest.fixture(autouse=True)
@@ -56,35 +61,34 @@ def attention(
     """A call of prefill_attention or decode_attention that launches the kernel of these features."""
     cache_dtype = cache_dtype or dtype
     cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, block_size, head_dim).to(cache_dtype)
-    options: dict[str, Any] = {"scale": 0.1, "backend": "triton", **RULES[rule]}
-    if extras:
-        options |= {"softcap": 30.0, "sinks": torch.zeros(NUM_KV_HEADS * group, dtype=dtype)}
-    if cache_dtype.itemsize == 1:
-        options |= dict.fromkeys(("key_scale", "value_scale"), torch.zeros(cache.shape[:3]))
+    scales = [torch.zeros(cache.shape[:3])] * 2 if cache_dtype.itemsize == 1 else []
+    sinks = torch.zeros(NUM_KV_HEADS * group, dtype=dtype)
     tables, lengths = torch.zeros(4, 256, dtype=torch.int32), torch.full((4,), 100, dtype=torch.int32)
-    query = torch.zeros(4, NUM_KV_HEADS * group, head_dim, dtype=dtype)
-    if phase == "decode":
-        return functools.partial(decode_attention, query, cache, cache, tables, lengths, **options)
-    starts = torch.arange(5, dtype=torch.int32)
-    return functools.partial(prefill_attention, query, cache, cache, tables, starts, lengths, **options)
+    return functools.partial(
+        decode_attention if phase == "decode" else prefill_attention,
+        torch.zeros(4, NUM_KV_HEADS * group, head_dim, dtype=dtype),
+        LayerCache(cache, cache, *scales),
+        Sequences(tables, lengths, cu_seqlens_q=torch.arange(5, dtype=torch.int32)),
+        AttentionVariant(0.1, RULES[rule], 30.0 if extras else None, sinks if extras else None),
+        backend="triton",
+    )
 
 
 def small_operations(dtype: torch.dtype, cache_dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Calls of everything but attention."""
     tokens = torch.zeros(3, 4, NUM_KV_HEADS, 96, dtype=dtype)
     caches = [torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 96).to(cache_dtype) for _ in range(2)]
-    scales = {"key_scale": SCALES, "value_scale": SCALES} if cache_dtype.itemsize == 1 else {}
+    cache = LayerCache(*caches, *((SCALES, SCALES) if cache_dtype.itemsize == 1 else ()))
     slots = torch.arange(4)
-    yield functools.partial(store_kv, tokens[0], tokens[1], *caches, slots, **scales, backend="triton")
+    yield functools.partial(store_kv, tokens[0], tokens[1], cache, slots, backend="triton")
     for interleaved in (False, True):
         yield functools.partial(
             rotary_store_kv,
             *tokens,
             *torch.zeros(2, 4, 64, dtype=dtype),
-            *caches,
+            cache,
             slots,
             interleaved=interleaved,
-            **scales,
             backend="triton",
         )
     for dim in (576, 16384):

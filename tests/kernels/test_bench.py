@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_backend.kernels import triton_support
+from paged_backend.kernels.triton import support as triton_support
 
 pytestmark = pytest.mark.skipif(
     not triton_support.interpreted, reason="runs where TRITON_INTERPRET=1 is set, see test_interpreter.py"

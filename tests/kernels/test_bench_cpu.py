@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny_models import make_tiny
 
-from paged_backend.kernels import cpu, triton_support
+from paged_backend.kernels import cpu
+from paged_backend.kernels.triton import support as triton_support
 
 if triton_support.interpreted or not cpu.is_available():
     pytest.skip("has nothing to do with kernels that are interpreted, and needs a compiler", allow_module_level=True)

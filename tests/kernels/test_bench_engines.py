@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_models import save_tiny
 
-from paged_backend.kernels import triton_support
+from paged_backend.kernels.triton import support as triton_support
 
 if triton_support.interpreted:
     pytest.skip("has nothing to do with kernels that are interpreted", allow_module_level=True)

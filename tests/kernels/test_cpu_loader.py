@@ -11,19 +11,19 @@ import pytest
 import torch
 from kernel_cases import assert_attention_close, make_case, oracle
 
-from paged_backend.kernels.cpu import loader
+from paged_backend.kernels.cpu import loader, rule_arguments
 
 _ATTEND = """
 import warnings
 import torch
-from paged_backend.kernels import cpu, implementations, store_kv
+from paged_backend.kernels import LayerCache, cpu, store_kv
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(2):
         key = torch.ones(1, 2, 8)
         cache = torch.zeros(3, 2, 4, 8)
-        store_kv(key, key, cache, cache.clone(), torch.tensor([5]))
+        store_kv(key, key, LayerCache(cache, cache.clone()), torch.tensor([5]))
         assert cache[1, :, 1].eq(1).all() and cache.sum() == 16
 print(cpu.is_available())
 for warning in caught:
@@ -105,11 +105,11 @@ def test_what_older_processors_run_equals_the_oracle_too(level):
             options = {"group": 3, "dtype": dtype, "key_dim": 40, **options}
             decode = make_case([37, 1, 130, 16], **options)
             prefill = make_case([37, 1, 130, 16], [30, 1, 70, 16], **options)
-            rule = [decode.options.get(name) or 0 for name in ("scale", "window", "chunk", "softcap")]
-            rule.append(decode.options.get("sinks"))
-            assert_attention_close(operations.decode_attention(*decode.decode_arguments, *rule), oracle(decode))
-            rule[-1] = prefill.options.get("sinks")
-            assert_attention_close(operations.prefill_attention(*prefill.prefill_arguments, *rule), oracle(prefill))
+            for operation, case in (("decode_attention", decode), ("prefill_attention", prefill)):
+                starts = [] if case is decode else [case.cu_seqlens_q]
+                tensors = (case.query, case.key_cache, case.value_cache, case.block_tables, *starts, case.context_lens)
+                rule = rule_arguments(case.prefill_arguments[-1])
+                assert_attention_close(getattr(operations, operation)(*tensors, *rule), oracle(case))
         weight, x = torch.randn(70, 40).to(dtype), torch.randn(27, 40).to(dtype)
         panels = torch.nn.functional.pad(weight, (0, 0, 0, 26)).view(3, 32, 40).transpose(1, 2).contiguous()
         product = operations.linear(x, panels, None, None, 70, 0)

@@ -26,13 +26,13 @@ def threads(request):
 @pytest.mark.parametrize("contexts", [[1000], [1, 700, 0, 64, 65, 258, 128], [40] * 9], ids=str)
 def test_contexts_cut_anywhere_attend_as_whole_ones(threads, contexts, rule):
     case = make_case(contexts, group=3, num_kv_heads=2, key_dim=32, **rule)
-    output = decode_attention(*case.decode_arguments, **case.options, backend="cpu")
+    output = decode_attention(*case.decode_arguments, backend="cpu")
     assert_attention_close(output, oracle(case))
 
 
 def test_prompts_cut_into_tiles_attend_as_whole_ones(threads):
     case = make_case([300, 1, 90, 150], [260, 1, 90, 3], group=2, num_kv_heads=2, key_dim=32)
-    output = prefill_attention(*case.prefill_arguments, **case.options, backend="cpu")
+    output = prefill_attention(*case.prefill_arguments, backend="cpu")
     assert_attention_close(output, oracle(case))
 
 

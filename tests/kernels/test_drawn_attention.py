@@ -42,13 +42,13 @@ RULES = st.one_of(
 
 def check_decode(backend: str, lengths: list[int], options: dict[str, Any]) -> None:
     case = make_case(lengths, **options)
-    output = decode_attention(*case.decode_arguments, **case.options, backend=backend)
+    output = decode_attention(*case.decode_arguments, backend=backend)
     assert_attention_close(output, oracle(case))
 
 
 def check_prefill(backend: str, lengths: list[tuple[int, int]], options: dict[str, Any]) -> None:
     case = make_case([before + new for before, new in lengths], [new for _, new in lengths], **options)
-    output = prefill_attention(*case.prefill_arguments, **case.options, backend=backend)
+    output = prefill_attention(*case.prefill_arguments, backend=backend)
     assert_attention_close(output, oracle(case))
 
 

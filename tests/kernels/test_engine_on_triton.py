@@ -7,7 +7,8 @@ from oracle import draw_prompts
 from tiny_models import make_tiny
 
 from paged_backend import Engine, EngineConfig, SamplingParams
-from paged_backend.kernels import dispatch, triton_support
+from paged_backend.kernels import triton
+from paged_backend.kernels.triton import support as triton_support
 
 pytestmark = pytest.mark.skipif(
     not triton_support.interpreted, reason="runs where TRITON_INTERPRET=1 is set, see test_interpreter.py"
@@ -34,12 +35,12 @@ def test_a_two_layer_model_gives_the_tokens_of_the_reference_backend(monkeypatch
     expected = generate(family, "reference")
     calls = []
     for operation in ("store_kv", "prefill_attention", "decode_attention"):
-        run = dispatch._implementations[operation]["triton"]
+        run = triton.BACKEND.functions[operation]
 
         def counted(*arguments, name=operation, run=run):
             calls.append(name)
             return run(*arguments)
 
-        monkeypatch.setitem(dispatch._implementations[operation], "triton", counted)
+        monkeypatch.setitem(triton.BACKEND.functions, operation, counted)
     assert generate(family, "triton") == expected
     assert {"store_kv", "prefill_attention", "decode_attention"} <= set(calls)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_backend.kernels import triton_support
+from paged_backend.kernels.triton import support as triton_support
 
 pytestmark = [
     pytest.mark.triton_interpreter,

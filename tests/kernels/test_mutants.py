@@ -5,16 +5,22 @@ from __future__ import annotations
 import pytest
 from kernel_mutants import Mutant, check_decode, check_prefill, check_store, mutated
 
-from paged_backend.kernels import triton_support
+from paged_backend.kernels.triton import support as triton_support
 
 CHECKS = {"decode": check_decode, "prefill": check_prefill, "store": check_store}
 
 REFERENCE = {
-    "window a key wide": ("decode", Mutant("kv_layout", "> query_positions - window", ">= query_positions - window")),
-    "chunk by key only": ("prefill", Mutant("kv_layout", "== query_positions // chunk", "<= query_positions // chunk")),
+    "window a key wide": (
+        "decode",
+        Mutant("mask_rule", "> query_positions - self.size", ">= query_positions - self.size"),
+    ),
+    "chunk by key only": (
+        "prefill",
+        Mutant("mask_rule", "== query_positions // self.size", "<= query_positions // self.size"),
+    ),
     "not causal": (
         "prefill",
-        Mutant("kv_layout", "key_positions <= query_positions", "key_positions <= query_positions + 1"),
+        Mutant("mask_rule", "key_positions <= query_positions", "key_positions <= query_positions + 1"),
     ),
     "no softcap": ("decode", Mutant("softmax_attention", "if softcap is not None", "if False")),
     "no sinks": ("prefill", Mutant("softmax_attention", "if sinks is None", "if True")),
@@ -22,86 +28,96 @@ REFERENCE = {
     "heads interleaved": ("decode", Mutant("kv_layout", "blocks[:, None, :] * num_kv_heads", "blocks[:, None, :]")),
     "no scale of the values": (
         "prefill",
-        Mutant("prefill_attention", "gather_rows(value_cache, value_scale", "gather_rows(value_cache, None"),
+        Mutant("prefill_attention", "gather_rows(cache.value, cache.value_scale", "gather_rows(cache.value, None"),
     ),
     "slice a key late": (
         "prefill",
-        Mutant("prefill_attention", "first_visible(here, window, chunk)", "first_visible(here + 1, window, chunk)"),
+        Mutant("prefill_attention", "first_visible(here)", "first_visible(here + 1)"),
     ),
     "padding stored": ("store", Mutant("store_kv", "if slot_mapping.lt(0).any()", "if False")),
     "int8 truncated": ("store", Mutant("store_kv", "scaled.round() if", "scaled if")),
 }
 TRITON = {
-    "window a key wide": ("decode", Mutant("triton_attention", "position - span + 1", "position - span")),
-    "window a key narrow": ("prefill", Mutant("triton_attention", "position - span + 1", "position - span + 2")),
-    "chunk not aligned": ("decode", Mutant("triton_attention", "position // span * span", "position // span")),
-    "not causal": ("prefill", Mutant("triton_attention", " & (keys[None, :] <= positions[:, None])", "")),
+    "window a key wide": ("decode", Mutant("triton/attention", "position - span + 1", "position - span")),
+    "window a key narrow": ("prefill", Mutant("triton/attention", "position - span + 1", "position - span + 2")),
+    "chunk not aligned": ("decode", Mutant("triton/attention", "position // span * span", "position // span")),
+    "not causal": ("prefill", Mutant("triton/attention", " & (keys[None, :] <= positions[:, None])", "")),
     "rows share one window": (
         "prefill",
-        Mutant("triton_attention", "keys[None, :] >= firsts[:, None]", "keys[None, :] >= 0"),
+        Mutant("triton/attention", "keys[None, :] >= firsts[:, None]", "keys[None, :] >= 0"),
     ),
-    "no softcap": ("decode", Mutant("triton_attention", "if HAS_SOFTCAP:", "if False:")),
-    "no sinks": ("decode", Mutant("triton_attention", "if HAS_SINKS:", "if False:")),
-    "sinks in every split": ("decode", Mutant("decode_attention", "tl.where(split == 0, BLOCK_M, 0)", "BLOCK_M")),
-    "maximum not subtracted": ("decode", Mutant("triton_attention", "total = total * decay", "total = total")),
-    "sum not rescaled": ("decode", Mutant("triton_attention", "accumulator * decay[:, None]", "accumulator")),
+    "no softcap": ("decode", Mutant("triton/attention", "if HAS_SOFTCAP:", "if False:")),
+    "no sinks": ("decode", Mutant("triton/attention", "if HAS_SINKS:", "if False:")),
+    "sinks in every split": (
+        "decode",
+        Mutant("triton/decode_attention", "tl.where(split == 0, BLOCK_M, 0)", "BLOCK_M"),
+    ),
+    "maximum not subtracted": ("decode", Mutant("triton/attention", "total = total * decay", "total = total")),
+    "sum not rescaled": ("decode", Mutant("triton/attention", "accumulator * decay[:, None]", "accumulator")),
     "empty row not guarded": (
         "prefill",
-        Mutant("triton_attention", 'tl.where(new_maximum == float("-inf"), 0.0, new_maximum)', "new_maximum"),
+        Mutant("triton/attention", 'tl.where(new_maximum == float("-inf"), 0.0, new_maximum)', "new_maximum"),
     ),
     "poison loaded": (
         "decode",
         Mutant(
-            "triton_cache",
+            "triton/cache",
             "mask=held[:, None] & (dims < DIM)[None, :], other=0)",
             "mask=(dims < DIM)[None, :], other=0)",
         ),
     ),
     "no scale of the keys": (
         "decode",
-        Mutant("triton_attention", "if key_element == tl.int8 or key_element == tl.uint8:", "if False:"),
+        Mutant("triton/attention", "if key_element == tl.int8 or key_element == tl.uint8:", "if False:"),
     ),
     "no scale of the values": (
         "prefill",
-        Mutant("triton_attention", "if value_element == tl.int8 or value_element == tl.uint8:", "if False:"),
+        Mutant("triton/attention", "if value_element == tl.int8 or value_element == tl.uint8:", "if False:"),
     ),
-    "float8 bias": ("decode", Mutant("triton_cache", ".to(tl.float32) * 256.0", ".to(tl.float32) * 128.0")),
+    "float8 bias": ("decode", Mutant("triton/cache", ".to(tl.float32) * 256.0", ".to(tl.float32) * 128.0")),
     "heads interleaved": (
         "decode",
-        Mutant("triton_cache", "blocks.to(tl.int64) * num_kv_heads + head", "blocks.to(tl.int64) + head"),
+        Mutant("triton/cache", "blocks.to(tl.int64) * num_kv_heads + head", "blocks.to(tl.int64) + head"),
     ),
     "padding row divided by zero": (
         "decode",
-        Mutant("decode_attention", "tl.where(weight == 0.0, 1.0, weight)", "weight"),
+        Mutant("triton/decode_attention", "tl.where(weight == 0.0, 1.0, weight)", "weight"),
     ),
     "split dropped": (
         "decode",
-        Mutant("decode_attention", "held = splits < NUM_SPLITS", "held = splits < NUM_SPLITS - 1"),
+        Mutant("triton/decode_attention", "held = splits < NUM_SPLITS", "held = splits < NUM_SPLITS - 1"),
     ),
-    "factors left out of the merge": ("decode", Mutant("decode_attention", "partial * factors[:, None]", "partial")),
+    "factors left out of the merge": (
+        "decode",
+        Mutant("triton/decode_attention", "partial * factors[:, None]", "partial"),
+    ),
     "wrong sequence": (
         "prefill",
-        Mutant("prefill_attention", "// TOKENS + middle <= tile", "// TOKENS + middle < tile"),
+        Mutant("triton/prefill_attention", "// TOKENS + middle <= tile", "// TOKENS + middle < tile"),
     ),
     "wrong token": (
         "prefill",
-        Mutant("prefill_attention", "tokens = first_row + pairs // HEADS", "tokens = first_row + pairs % HEADS"),
+        Mutant("triton/prefill_attention", "tokens = first_row + pairs // HEADS", "tokens = first_row + pairs % HEADS"),
     ),
     "unmasked stretch too long": (
         "prefill",
-        Mutant("prefill_attention", "(before + first_row + 1) // BLOCK_N", "(before + first_row + BLOCK_N) // BLOCK_N"),
+        Mutant(
+            "triton/prefill_attention",
+            "(before + first_row + 1) // BLOCK_N",
+            "(before + first_row + BLOCK_N) // BLOCK_N",
+        ),
     ),
     "unmasked stretch too early": (
         "prefill",
-        Mutant("prefill_attention", "first_visible_key(before + last_row, span, RULE)", "lowest"),
+        Mutant("triton/prefill_attention", "first_visible_key(before + last_row, span, RULE)", "lowest"),
     ),
-    "padding stored": ("store", Mutant("store_kv", "if slot < 0:", "if slot < -1:")),
-    "int8 not rounded": ("store", Mutant("triton_cache", "((scaled + 12582912.0) - 12582912.0)", "scaled")),
+    "padding stored": ("store", Mutant("triton/store_kv", "if slot < 0:", "if slot < -1:")),
+    "int8 not rounded": ("store", Mutant("triton/cache", "((scaled + 12582912.0) - 12582912.0)", "scaled")),
     "float8 subnormals": (
         "store",
-        Mutant("triton_cache", "tl.where(magnitude < (121 << 23), subnormal, normal)", "normal"),
+        Mutant("triton/cache", "tl.where(magnitude < (121 << 23), subnormal, normal)", "normal"),
     ),
-    "float8 ties up": ("store", Mutant("triton_cache", "0x7FFFF + ((magnitude >> 20) & 1)", "0x80000")),
+    "float8 ties up": ("store", Mutant("triton/cache", "0x7FFFF + ((magnitude >> 20) & 1)", "0x80000")),
 }
 MUTANTS = TRITON if triton_support.interpreted else REFERENCE
 

@@ -16,7 +16,7 @@ RULES = [{}] + [{name: size} for name in ("window", "chunk") for size in (1, 7, 
 
 
 def run(case, backend):
-    return prefill_attention(*case.prefill_arguments, **case.options, backend=backend)
+    return prefill_attention(*case.prefill_arguments, backend=backend)
 
 
 def check(case, backend, **changes):
@@ -71,12 +71,15 @@ def test_a_prompt_in_chunks_equals_the_prompt_whole(backend, rule):
     case = make_case([150], [150], group=2, sinks=True, **rule)
     whole = run(case, backend)
     for start, end in ((0, 1), (1, 17), (17, 128), (128, 150)):
+        _, cache, sequences, variant = case.prefill_arguments
         part = prefill_attention(
             case.query[start:end],
-            *case.prefill_arguments[1:4],
-            torch.tensor([0, end - start], dtype=torch.int32),
-            torch.tensor([end], dtype=torch.int32),
-            **case.options,
+            cache,
+            sequences._replace(
+                cu_seqlens_q=torch.tensor([0, end - start], dtype=torch.int32),
+                context_lens=torch.tensor([end], dtype=torch.int32),
+            ),
+            variant,
             backend=backend,
         )
         assert_attention_close(part, whole[start:end])
@@ -86,14 +89,14 @@ def test_a_chunk_of_one_token_equals_decode(backend):
     case = make_case([37, 90], [1, 1], group=3, window=30)
     assert_attention_close(
         run(case, backend),
-        decode_attention(*case.decode_arguments, **case.options, backend=backend),
+        decode_attention(*case.decode_arguments, backend=backend),
     )
 
 
 def test_rows_past_the_last_sequence_and_empty_sequences_come_out_zero(backend):
     case = make_case([5, 7, 9], [5, 0, 3])
     padded = torch.cat((case.query, torch.full_like(case.query[:2], torch.nan)))
-    output = prefill_attention(padded, *case.prefill_arguments[1:], **case.options, backend=backend)
+    output = prefill_attention(padded, *case.prefill_arguments[1:], backend=backend)
     assert output[8:].eq(0).all()
     assert_attention_close(output[:8], oracle(case))
 
@@ -120,15 +123,16 @@ def test_a_missing_feature_would_be_noticed(backend, options, change, dtype):
 
 def test_queries_that_outnumber_their_context_are_refused_where_lengths_are_read():
     case = make_case([5], [5])
+    query, cache, sequences, variant = case.prefill_arguments
+    sequences = sequences._replace(context_lens=torch.tensor([4], dtype=torch.int32))
     with pytest.raises(ValueError, match="sequence 0 has 5 queries but only 4 tokens of context"):
-        prefill_attention(
-            *case.prefill_arguments[:5], torch.tensor([4], dtype=torch.int32), **case.options, backend="reference"
-        )
+        prefill_attention(query, cache, sequences, variant, backend="reference")
 
 
 def test_shapes_that_do_not_fit_are_refused():
     case = make_case([5, 6], [5, 6])
+    query, cache, sequences, variant = case.prefill_arguments
     with pytest.raises(ValueError, match="3 entries to go with 2 context_lens"):
-        prefill_attention(*case.prefill_arguments[:4], case.cu_seqlens_q[:2], case.context_lens, **case.options)
+        prefill_attention(query, cache, sequences._replace(cu_seqlens_q=case.cu_seqlens_q[:2]), variant)
     with pytest.raises(ValueError, match="no backend 'gpu'"):
-        prefill_attention(*case.prefill_arguments, **case.options, backend="gpu")
+        prefill_attention(*case.prefill_arguments, backend="gpu")

@@ -8,7 +8,7 @@ from kernel_cases import TOLERANCE
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_halves
 
-from paged_backend.kernels import rotary_store_kv, store_kv
+from paged_backend.kernels import QUANTISED_MAX, LayerCache, rotary_store_kv, store_kv
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -32,8 +32,10 @@ def make_angles(rotary_dim: int, interleaved: bool = False) -> tuple[torch.Tenso
     return angles.cos(), angles.sin()
 
 
-def make_caches(num_kv_heads: int = 2, key_dim: int = 16, value_dim: int = 24, dtype=torch.float32):
-    return tuple(torch.zeros(NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, dim, dtype=dtype) for dim in (key_dim, value_dim))
+def make_cache(num_kv_heads: int = 2, key_dim: int = 16, value_dim: int = 24, dtype=torch.float32):
+    slots = (NUM_BLOCKS, num_kv_heads, BLOCK_SIZE)
+    caches = [torch.zeros(*slots, dim, dtype=dtype) for dim in (key_dim, value_dim)]
+    return LayerCache(*caches, *(torch.zeros(2, *slots) if dtype in QUANTISED_MAX else ()))
 
 
 def by_transformers(query, key, cos, sin, interleaved=False):
@@ -56,12 +58,12 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_queries_come_back_and_keys_are_stored_rotated(backend, key_dim, rotary_dim, interleaved):
     query, key, value, slots = make(key_dim=key_dim)
     cos, sin = make_angles(rotary_dim, interleaved)
-    caches, expected_caches = make_caches(key_dim=key_dim), make_caches(key_dim=key_dim)
-    rotated = rotary_store_kv(query, key, value, cos, sin, *caches, slots, interleaved=interleaved, backend=backend)
+    cache, expected_cache = make_cache(key_dim=key_dim), make_cache(key_dim=key_dim)
+    rotated = rotary_store_kv(query, key, value, cos, sin, cache, slots, interleaved=interleaved, backend=backend)
     expected_query, expected_key = by_transformers(query, key, cos, sin, interleaved)
-    store_kv(expected_key, value, *expected_caches, slots, backend="reference")
+    store_kv(expected_key, value, expected_cache, slots, backend="reference")
     assert_close(rotated, expected_query)
-    for actual, expected in zip(caches, expected_caches, strict=True):
+    for actual, expected in zip(cache.tensors(), expected_cache.tensors(), strict=True):
         assert_close(actual, expected)
 
 
@@ -69,14 +71,14 @@ def test_queries_come_back_and_keys_are_stored_rotated(backend, key_dim, rotary_
 def test_half_precisions_are_rotated_in_float32(backend, dtype):
     query, key, value, slots = make(dtype=dtype)
     cos, sin = make_angles(16)
-    rotated = rotary_store_kv(query, key, value, cos, sin, *make_caches(dtype=dtype), slots, backend=backend)
+    rotated = rotary_store_kv(query, key, value, cos, sin, make_cache(dtype=dtype), slots, backend=backend)
     assert_close(rotated, by_transformers(query.float(), key.float(), cos, sin)[0].to(dtype))
 
 
 def test_turning_the_other_way_would_be_noticed(backend):
     query, key, value, slots = make()
     cos, sin = make_angles(16)
-    rotated = rotary_store_kv(query, key, value, cos, sin, *make_caches(), slots, backend=backend)
+    rotated = rotary_store_kv(query, key, value, cos, sin, make_cache(), slots, backend=backend)
     with pytest.raises(AssertionError):
         assert_close(rotated, by_transformers(query, key, cos, -sin)[0])
 
@@ -84,32 +86,24 @@ def test_turning_the_other_way_would_be_noticed(backend):
 def test_padding_tokens_are_rotated_but_not_stored(backend):
     query, key, value, slots = make()
     slots[[0, 4]] = -1
-    key_cache, value_cache = make_caches()
+    cache = make_cache()
     cos, sin = make_angles(16)
-    rotated = rotary_store_kv(query, key, value, cos, sin, key_cache, value_cache, slots, backend=backend)
+    rotated = rotary_store_kv(query, key, value, cos, sin, cache, slots, backend=backend)
     assert_close(rotated, by_transformers(query, key, cos, sin)[0])
-    assert value_cache.ne(0).any(-1).all(1).sum() == NUM_TOKENS - 2
+    assert cache.value.ne(0).any(-1).all(1).sum() == NUM_TOKENS - 2
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_quantised_caches_get_what_store_kv_would_give_them(backend, cache_dtype):
     query, key, value, slots = make()
     cos, sin = make_angles(16)
-    scales, expected_scales = (torch.zeros(2, NUM_BLOCKS, 2, BLOCK_SIZE) for _ in range(2))
-    caches, expected_caches = make_caches(dtype=cache_dtype), make_caches(dtype=cache_dtype)
-    rotary_store_kv(
-        query, key, value, cos, sin, *caches, slots, key_scale=scales[0], value_scale=scales[1], backend=backend
-    )
-    store_kv(
-        by_transformers(query, key, cos, sin)[1],
-        value,
-        *expected_caches,
-        slots,
-        key_scale=expected_scales[0],
-        value_scale=expected_scales[1],
-        backend="reference",
-    )
-    for cache, expected, scale, expected_scale in zip(caches, expected_caches, scales, expected_scales, strict=True):
+    actual, wanted = make_cache(dtype=cache_dtype), make_cache(dtype=cache_dtype)
+    rotary_store_kv(query, key, value, cos, sin, actual, slots, backend=backend)
+    store_kv(by_transformers(query, key, cos, sin)[1], value, wanted, slots, backend="reference")
+    for cache, expected, scale, expected_scale in (
+        (actual.key, wanted.key, actual.key_scale, wanted.key_scale),
+        (actual.value, wanted.value, actual.value_scale, wanted.value_scale),
+    ):
         torch.testing.assert_close(scale, expected_scale)
         # A rotation that differs in its last bit may round to the neighbouring step.
         step = {torch.int8: 1.01 * scale.max(), torch.float8_e4m3fn: 2**-3 * 448 * scale.max()}[cache_dtype]
@@ -122,6 +116,6 @@ def test_angles_that_do_not_fit_are_refused():
     query, key, value, slots = make()
     cos, sin = make_angles(16)
     with pytest.raises(ValueError, match="even rotary_dim of at most 16"):
-        rotary_store_kv(query, key, value, cos[:, :7], sin[:, :7], *make_caches(), slots)
+        rotary_store_kv(query, key, value, cos[:, :7], sin[:, :7], make_cache(), slots)
     with pytest.raises(ValueError, match="agree in tokens and dim"):
-        rotary_store_kv(query[:-1], key, value, cos, sin, *make_caches(), slots)
+        rotary_store_kv(query[:-1], key, value, cos, sin, make_cache(), slots)

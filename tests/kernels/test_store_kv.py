@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import rounded
 
-from paged_backend.kernels import store_kv
+from paged_backend.kernels import LayerCache, store_kv
 
 NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE = 5, 3, 7
 
@@ -33,7 +33,7 @@ def read(cache: torch.Tensor, slot: int) -> torch.Tensor:
 def test_every_token_lands_in_its_slot_and_no_other_slot_changes(backend, num_tokens, cache_dtype):
     key, value, slots = make_tokens(num_tokens)
     key_cache, value_cache = make_caches(dtype=cache_dtype)
-    store_kv(key, value, key_cache, value_cache, slots, backend=backend)
+    store_kv(key, value, LayerCache(key_cache, value_cache), slots, backend=backend)
     for token, slot in enumerate(slots.tolist()):
         assert read(key_cache, slot).equal(rounded(key[token], cache_dtype, backend))
         assert read(value_cache, slot).equal(rounded(value[token], cache_dtype, backend))
@@ -46,7 +46,7 @@ def test_padding_tokens_are_not_stored(backend):
     key, value, slots = make_tokens(8)
     slots[[0, 5, 7]] = -1
     key_cache, value_cache = make_caches()
-    store_kv(key, value, key_cache, value_cache, slots, backend=backend)
+    store_kv(key, value, LayerCache(key_cache, value_cache), slots, backend=backend)
     assert (~key_cache.isnan()).all(-1).all(1).sum() == 5
     assert read(key_cache, int(slots[1])).equal(key[1])
 
@@ -54,7 +54,7 @@ def test_padding_tokens_are_not_stored(backend):
 def test_nothing_but_padding_stores_nothing(backend):
     key, value, _ = make_tokens(3)
     key_cache, value_cache = make_caches()
-    store_kv(key, value, key_cache, value_cache, torch.full((3,), -1), backend=backend)
+    store_kv(key, value, LayerCache(key_cache, value_cache), torch.full((3,), -1), backend=backend)
     assert key_cache.isnan().all()
     assert value_cache.isnan().all()
 
@@ -62,7 +62,7 @@ def test_nothing_but_padding_stores_nothing(backend):
 def test_no_tokens_at_all_store_nothing(backend):
     key, value, _ = make_tokens(1)
     key_cache, value_cache = make_caches()
-    store_kv(key[:0], value[:0], key_cache, value_cache, torch.zeros(0, dtype=torch.long), backend=backend)
+    store_kv(key[:0], value[:0], LayerCache(key_cache, value_cache), torch.zeros(0, dtype=torch.long), backend=backend)
     assert key_cache.isnan().all()
 
 
@@ -74,7 +74,7 @@ def test_a_quantised_slot_is_within_half_a_step_of_its_token(backend, cache_dtyp
     value[4] = 0
     key_cache, value_cache = make_caches(dtype=cache_dtype, fill=0)
     scales = [torch.full((NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE), torch.nan) for _ in range(2)]
-    store_kv(key, value, key_cache, value_cache, slots, key_scale=scales[0], value_scale=scales[1], backend=backend)
+    store_kv(key, value, LayerCache(key_cache, value_cache, *scales), slots, backend=backend)
     for tensor, cache, scale in ((key, key_cache, scales[0]), (value, value_cache, scales[1])):
         for token, slot in enumerate(slots.tolist()):
             stored = read(cache, slot).float() * scale[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE, None]
@@ -90,8 +90,7 @@ def test_a_quantised_slot_depends_on_its_token_alone(backend, cache_dtype):
     for steps in ([slice(0, 9)], [slice(0, 2), slice(2, 9)]):
         stored = (*make_caches(dtype=cache_dtype, fill=0), *torch.zeros(2, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE))
         for step in steps:
-            scales = {"key_scale": stored[2], "value_scale": stored[3]}
-            store_kv(key[step], value[step], *stored[:2], slots[step], **scales, backend=backend)
+            store_kv(key[step], value[step], LayerCache(*stored), slots[step], backend=backend)
         caches.append(stored)
     for whole, parts in zip(*caches, strict=True):
         assert whole.float().equal(parts.float())
@@ -104,7 +103,7 @@ def test_every_backend_quantises_to_the_very_same_bits(backend, cache_dtype):
     for name in (backend, "reference"):
         caches = make_caches(dtype=cache_dtype, fill=0)
         scales = torch.zeros(2, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)
-        store_kv(key, value, *caches, slots, key_scale=scales[0], value_scale=scales[1], backend=name)
+        store_kv(key, value, LayerCache(*caches, *scales), slots, backend=name)
         stored.append((*(cache.view(torch.int8) for cache in caches), scales))
     for actual, expected in zip(*stored, strict=True):
         assert actual.equal(expected)
@@ -119,7 +118,7 @@ def test_a_quantised_slot_does_not_hide_what_was_not_finite(backend, cache_dtype
     key[2, 1, 5] = bad
     key_cache, value_cache = make_caches(dtype=cache_dtype, fill=0)
     scales = torch.zeros(2, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)
-    store_kv(key, value, key_cache, value_cache, slots, key_scale=scales[0], value_scale=scales[1], backend=backend)
+    store_kv(key, value, LayerCache(key_cache, value_cache, *scales), slots, backend=backend)
     block, offset = divmod(int(slots[2]), BLOCK_SIZE)
     read_back = key_cache[block, 1, offset].float() * scales[0, block, 1, offset]
     assert read_back[5].isnan() or read_back[5].isinf()
@@ -131,10 +130,6 @@ def test_shapes_that_do_not_fit_are_refused_with_the_numbers():
     key, value, slots = make_tokens(4)
     key_cache, value_cache = make_caches()
     with pytest.raises(ValueError, match=r"key must be .* = \(4, 3, 16\), got \(4, 2, 16\)"):
-        store_kv(key[:, :2], value, key_cache, value_cache, slots)
+        store_kv(key[:, :2], value, LayerCache(key_cache, value_cache), slots)
     with pytest.raises(ValueError, match=r"value must be .* = \(4, 3, 24\), got \(3, 3, 24\)"):
-        store_kv(key, value[:3], key_cache, value_cache, slots)
-    with pytest.raises(ValueError, match="key_scale is for int8 and float8_e4m3fn"):
-        store_kv(key, value, key_cache, value_cache, slots, key_scale=torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE))
-    with pytest.raises(ValueError, match="agree in all but dim"):
-        store_kv(key, value, key_cache, value_cache[:1], slots)
+        store_kv(key, value[:3], LayerCache(key_cache, value_cache), slots)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from kernel_cases import assert_attention_close, make_case, oracle
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_backend.kernels import (
+    AttentionVariant,
+    LayerCache,
+    MaskRule,
+    Sequences,
     add_rms_norm,
     decode_attention,
     prefill_attention,
@@ -17,11 +24,11 @@ from paged_backend.kernels import (
     rotary_store_kv,
     silu_mul,
     store_kv,
-    triton_cache,
-    triton_support,
 )
-from paged_backend.kernels.decode_attention import num_splits
-from paged_backend.kernels.triton_support import jit, tl
+from paged_backend.kernels.triton import cache as triton_cache
+from paged_backend.kernels.triton import support as triton_support
+from paged_backend.kernels.triton.decode_attention import num_splits
+from paged_backend.kernels.triton.support import jit, tl
 
 interpreted = pytest.mark.skipif(
     not triton_support.interpreted, reason="runs where TRITON_INTERPRET=1 is set, see test_interpreter.py"
@@ -31,8 +38,10 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.skipif(triton_support.interpreted, reason="here the kernels do run on the CPU")
 def test_tensors_on_the_cpu_are_refused_without_the_interpreter():
     case = make_case([5])
-    with pytest.raises(ValueError, match="runs on CUDA and ROCm devices, got tensors on cpu; use backend='auto'"):
-        decode_attention(*case.decode_arguments, **case.options, backend="triton")
+    with pytest.raises(
+        ValueError, match=r"cannot run in Triton on cpu: it runs on CUDA and ROCm devices; .* use backend='auto'"
+    ):
+        decode_attention(*case.decode_arguments, backend="triton")
 
 
 def test_a_small_batch_with_a_long_context_is_split_and_a_large_one_is_not():
@@ -48,22 +57,24 @@ def test_a_small_batch_with_a_long_context_is_split_and_a_large_one_is_not():
 @pytest.mark.parametrize("splits", [1, 2, 9])
 @pytest.mark.parametrize("rule", [{}, {"window": 100}, {"chunk": 100}], ids=str)
 def test_any_number_of_splits_gives_the_same_answer(monkeypatch, splits, rule):
-    module = sys.modules["paged_backend.kernels.decode_attention"]
+    module = sys.modules["paged_backend.kernels.triton.decode_attention"]
     monkeypatch.setattr(module, "num_splits", lambda *_: splits)
     case = make_case([1, 0, 63, 64, 65, 350], group=2, sinks=True, softcap=5.0, scale=0.5, **rule)
-    output = decode_attention(*case.decode_arguments, **case.options, backend="triton")
+    output = decode_attention(*case.decode_arguments, backend="triton")
     assert_attention_close(output, oracle(case))
 
 
 @interpreted
 def test_splits_follow_from_what_the_caller_says_about_lengths(monkeypatch):
-    module = sys.modules["paged_backend.kernels.decode_attention"]
+    module = sys.modules["paged_backend.kernels.triton.decode_attention"]
     longest = []
     monkeypatch.setattr(module, "num_splits", lambda programs, length, processors: longest.append(length) or 1)
     case = make_case([30, 300])
+    query, cache, sequences, variant = case.decode_arguments
     for said in (None, 300):
-        decode_attention(*case.decode_arguments, **case.options, max_context_len=said, backend="triton")
-    decode_attention(*case.decode_arguments, **case.options, window=40, backend="triton")
+        decode_attention(query, cache, sequences._replace(max_context_len=said), variant, backend="triton")
+    window = variant._replace(mask=MaskRule("window", 40))
+    decode_attention(query, cache, sequences, window, backend="triton")
     assert longest == [case.block_tables.shape[1] * 16, 300, 40]
 
 
@@ -109,14 +120,14 @@ def make_operations() -> dict[str, tuple]:
     prefill = make_case([20, 9], [7, 9], group=2)
     tokens = torch.randn(3, 5, 2, 64)
     angles = torch.randn(2, 5, 64)
-    caches = torch.zeros(2, 3, 2, 4, 64)
+    cache = LayerCache(*torch.zeros(2, 3, 2, 4, 64))
     slots = torch.tensor([3, 0, -1, 11, 7])
     hidden, weight = torch.randn(3, 40), torch.randn(40)
     return {
-        "decode": (decode_attention, decode.decode_arguments, decode.options),
-        "prefill": (prefill_attention, prefill.prefill_arguments, prefill.options),
-        "store": (store_kv, (tokens[1], tokens[2], *caches, slots), {}),
-        "rotary": (rotary_store_kv, (*tokens, *angles, *caches, slots), {}),
+        "decode": (decode_attention, decode.decode_arguments, {}),
+        "prefill": (prefill_attention, prefill.prefill_arguments, {}),
+        "store": (store_kv, (tokens[1], tokens[2], cache, slots), {}),
+        "rotary": (rotary_store_kv, (*tokens, *angles, cache, slots), {}),
         "rms_norm": (rms_norm, (hidden, weight), {"eps": 1e-6}),
         "add_rms_norm": (add_rms_norm, (hidden, hidden, weight), {"eps": 1e-6}),
         "silu_mul": (silu_mul, (hidden, hidden), {}),
@@ -129,24 +140,43 @@ def test_torch_compile_keeps_an_operation_whole_and_gives_the_same_answer(name):
     operation, arguments, options = make_operations()[name]
     run = functools.partial(operation, **options, backend="triton")
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    copies = [[argument.clone() for argument in arguments] for _ in range(2)]
+    copies = copy.deepcopy(arguments), copy.deepcopy(arguments)
     expected, actual = run(*copies[0]), compiled(*copies[1])
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     # What was written in place is the same too.
-    torch.testing.assert_close(copies[1], copies[0], rtol=0, atol=0, equal_nan=True)
+    for left, right in zip(*(list(tensors_in(copied)) for copied in copies), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+def tensors_in(arguments: tuple) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, LayerCache):
+            yield from argument.tensors()
+        elif isinstance(argument, torch.Tensor):
+            yield argument
+
+
+class Launches(TorchDispatchMode):
+    """The custom ops of ours that run inside of it, and what they get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "paged_backend":
+            self.calls.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
 
 
 @interpreted
 @pytest.mark.parametrize("name", make_operations())
-def test_fakes_and_schemas_tell_the_truth(monkeypatch, name):
+def test_fakes_and_schemas_tell_the_truth(name):
     operation, arguments, options = make_operations()[name]
-    calls = []
-    dispatch = sys.modules["paged_backend.kernels.dispatch"]
-    known = {"silu_mul": "gated_activation"}.get(operation.__name__, operation.__name__)
-    op = dispatch._implementations[known]["triton"]
-    monkeypatch.setitem(dispatch._implementations[known], "triton", lambda *given: calls.append(given) or op(*given))
-    operation(*arguments, **options, backend="triton")
-    torch.library.opcheck(op, calls[0], test_utils=("test_schema", "test_faketensor"))
+    with Launches() as launches:
+        operation(*arguments, **options, backend="triton")
+    ((op, given, named),) = launches.calls
+    torch.library.opcheck(op, given, named, test_utils=("test_schema", "test_faketensor"))
 
 
 @interpreted
@@ -155,14 +185,12 @@ def test_slots_beyond_two_to_the_31_elements_are_reached():
     block_size, dim = 16, 128
     num_blocks = 2**31 // (block_size * dim) + 2
     key_cache, value_cache = (torch.empty(num_blocks, 1, block_size, dim, dtype=torch.int8) for _ in range(2))
-    scales = {name: torch.empty(num_blocks, 1, block_size) for name in ("key_scale", "value_scale")}
+    cache = LayerCache(key_cache, value_cache, *(torch.empty(num_blocks, 1, block_size) for _ in range(2)))
     key, value, query = torch.randn(3, 5, 1, dim)
     slots = (num_blocks - 1) * block_size + torch.arange(5)
-    store_kv(key, value, key_cache, value_cache, slots, **scales, backend="triton")
+    store_kv(key, value, cache, slots, backend="triton")
     tables, lengths = torch.tensor([[num_blocks - 1]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
-    attended = decode_attention(
-        query[:1], key_cache, value_cache, tables, lengths, scale=1.0, **scales, backend="triton"
-    )
+    attended = decode_attention(query[:1], cache, Sequences(tables, lengths), AttentionVariant(1.0), backend="triton")
     weights = (query[0] @ key[:, 0].T).softmax(-1)
     torch.testing.assert_close(attended[0], weights @ value[:, 0], atol=0.2, rtol=0)
 
@@ -171,4 +199,4 @@ def test_slots_beyond_two_to_the_31_elements_are_reached():
 def test_a_head_dim_that_no_tile_holds_is_refused():
     case = make_case([3], key_dim=520)
     with pytest.raises(ValueError, match="head dims up to 512, got 1024"):
-        decode_attention(*case.decode_arguments, **case.options, backend="triton")
+        decode_attention(*case.decode_arguments, backend="triton")

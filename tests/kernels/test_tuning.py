@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paged_backend.kernels.tuning import decode_tiles, prefill_tiles
+from paged_backend.kernels.triton.tuning import decode_tiles, prefill_tiles
 
 
 @pytest.mark.parametrize("tiles", [prefill_tiles, decode_tiles])

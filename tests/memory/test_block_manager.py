@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paged_backend.errors import IntegrityError, RequestRefused
+from paged_backend.kernels import FULL, MaskRule
 from paged_backend.memory.block_manager import NO_BLOCK, BlockManager
 from paged_backend.memory.kv_cache import KVGroup
-from paged_backend.memory.mask_rule import FULL, MaskRule
 from paged_backend.plugins.eviction import Lru
 from paged_backend.request.request import Request
 from paged_backend.request.state import RequestState

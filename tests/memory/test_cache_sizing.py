@@ -9,6 +9,7 @@ import torch
 
 from paged_backend import EngineConfig
 from paged_backend.errors import ConfigError
+from paged_backend.kernels import FULL, MaskRule
 from paged_backend.memory.cache_sizing import (
     DEFAULT_BUDGET,
     MAX_BLOCKS,
@@ -19,7 +20,6 @@ from paged_backend.memory.cache_sizing import (
     memory_of,
 )
 from paged_backend.memory.kv_cache import KVGroup, LayerSpec, group_layers
-from paged_backend.memory.mask_rule import FULL, MaskRule
 
 CPU = torch.device("cpu")
 WINDOW = MaskRule("window", 64)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from paged_backend.kernels import FULL, MaskRule
 from paged_backend.memory.kv_cache import KVCache, LayerSpec, group_layers
-from paged_backend.memory.mask_rule import FULL, MaskRule
 from paged_backend.model.attention import ATTENTION_NAME, ForwardContext, PagedLayer, paged_attention
 from paged_backend.model.batch import Batch, build_batch
 

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from paged_backend.memory.mask_rule import FULL, MaskRule
+from paged_backend.kernels import FULL, MaskRule
 from paged_backend.model.layer_probe import PROBE_NAME, Unprovable, read_mask_rule
 from paged_backend.model.position_limit import PositionTables
 

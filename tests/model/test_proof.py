@@ -13,7 +13,7 @@ from tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MoshiForCausalLM, PreTrainedModel
 
 from paged_backend.errors import UnsupportedModel
-from paged_backend.memory.mask_rule import FULL, MaskRule
+from paged_backend.kernels import FULL, AttentionVariant, Backend, MaskRule
 from paged_backend.model.attention import PagedLayer
 from paged_backend.model.proof import prove
 from paged_backend.model.twin import ExpandedCacheWarning, Twin
@@ -97,13 +97,9 @@ def change_rules(twin: Twin, change: Callable[[MaskRule], MaskRule]) -> None:
 def change_attention(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
     attend = PagedLayer.attend
 
-    def changed(
-        self: PagedLayer, query: Any, key: Any, value: Any, scale: float, softcap: float | None, sinks: Any
-    ) -> torch.Tensor:
-        arguments = {"scale": scale, "softcap": softcap, "sinks": sinks}
-        for name, change in changes.items():
-            arguments[name] = change(arguments[name])
-        return attend(self, query, key, value, **arguments)
+    def changed(self: PagedLayer, query: Any, key: Any, value: Any, variant: AttentionVariant) -> torch.Tensor:
+        changed = {name: change(getattr(variant, name)) for name, change in changes.items()}
+        return attend(self, query, key, value, variant._replace(**changed))
 
     monkeypatch.setattr(PagedLayer, "attend", changed)
 
@@ -300,9 +296,12 @@ def test_positions_too_few_for_a_proof_are_refused(tiny_model: TinyModel) -> Non
 
 
 def test_an_error_in_the_proof_is_a_refusal_that_names_it(tiny_model: TinyModel) -> None:
+    def calculate(*_: Any) -> None:
+        raise ValueError("no abacus")
+
     model = tiny_model("llama")
-    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* ValueError.*no backend 'abacus'"):
-        prove(model, Twin(model), backend="abacus")
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* ValueError.*no abacus"):
+        prove(model, Twin(model), Backend("abacus", {"store_kv": calculate}))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3_longrope"])

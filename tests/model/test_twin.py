@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from paged_backend.errors import UnsupportedModel
-from paged_backend.memory.mask_rule import FULL, MaskRule
+from paged_backend.kernels import FULL, MaskRule
 from paged_backend.model.twin import ExpandedCacheWarning, Twin
 
 TinyModel = Callable[..., PreTrainedModel]

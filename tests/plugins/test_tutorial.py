@@ -102,6 +102,14 @@ def test_policies_for_blocks_are_used(steps):
     assert len(ends(engine, *prompts(4, 9))) == 2
 
 
+def test_attention_of_a_plugin_gives_the_same_tokens(steps, model):
+    engine = engine_with(steps, "OneByOne")
+    asked = draw_prompts((4, 9, 21))
+    expected = Engine(model).generate(asked, GREEDY)
+    outputs = engine.generate(asked, GREEDY)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+
+
 def test_listener_hears(steps):
     assert steps[-1]["slowest"].seconds > 0
 

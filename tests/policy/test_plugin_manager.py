@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from paged_backend import HOOK_API_VERSION, Engine, SamplingParams, hookimpl
+from paged_backend import HOOK_API_VERSION, Engine, SamplingParams, hookimpl, kernels
 from paged_backend.errors import ConfigError, PluginError, RequestRefused, UnknownPolicy, UnsupportedModel
 from paged_backend.plugins.eviction import Lru, Slru
 from paged_backend.plugins.fifo import Fifo
@@ -447,31 +447,70 @@ def test_preemption_is_told(model):
     assert all(order == 1 and num_blocks > 0 for order, num_blocks in told)
 
 
-def test_a_plugin_can_bring_its_own_attention(model):
-    from paged_backend.kernels.dispatch import implementation
+def attention_of(name, **functions):
+    return offering(name, functions, hook="register_attention_backends")
 
-    calls = []
 
-    def decode_attention(query, *args):
+def counted(calls):
+    def decode_attention(query, cache, sequences, variant):
         calls.append(query.shape[0])
-        return implementation("decode_attention", "reference", query)(query, *args)
+        return kernels.decode_attention(query, cache, sequences, variant, backend="reference")
 
-    mine = offering("mine", {"decode_attention": decode_attention}, hook="register_attention_backends")
+    return decode_attention
+
+
+def test_a_plugin_can_bring_its_own_attention(model):
+    calls = []
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     expected = Engine(model).generate([[5, 6, 7]], params)[0].token_ids
-    engine = Engine(model, plugins=[mine], attention_backend="mine")
+    engine = Engine(model, plugins=[attention_of("mine", decode_attention=counted(calls))], attention_backend="mine")
     calls.clear()
     assert engine.generate([[5, 6, 7]], params)[0].token_ids == expected
     assert len(calls) == 4
 
 
-def test_wrong_attention_of_a_plugin_is_refused_by_the_proof(model):
-    def decode_attention(query, key_cache, value_cache, *args):
-        return query.new_zeros(*query.shape[:2], value_cache.shape[3])
+def test_two_engines_keep_their_own_backends_of_one_name(model):
+    calls = [], []
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    engines = [
+        Engine(model, plugins=[attention_of("mine", decode_attention=counted(own))], attention_backend="mine")
+        for own in calls
+    ]
+    for engine, own in zip(engines, calls, strict=True):
+        for seen in calls:
+            seen.clear()
+        engine.generate([[5, 6, 7]], params)
+        assert [len(seen) for seen in calls] == [4 if seen is own else 0 for seen in calls]
+    with pytest.raises(UnknownPolicy, match="unknown attention_backend 'mine'"):
+        Engine(model, attention_backend="mine")
 
-    wrong = offering("wrong", {"decode_attention": decode_attention}, hook="register_attention_backends")
-    with pytest.raises(UnsupportedModel):
+
+def test_wrong_attention_of_a_plugin_is_refused_by_the_proof_which_names_it(model):
+    def decode_attention(query, cache, sequences, variant):
+        return query.new_zeros(*query.shape[:2], cache.value_dim)
+
+    wrong = attention_of("wrong", decode_attention=decode_attention)
+    with pytest.raises(UnsupportedModel, match="attention_backend='wrong'"):
         Engine(model, plugins=[wrong], attention_backend="wrong")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (
+            lambda query, cache: query,
+            r"takes \(query, cache\), and is called with \(query, cache, seq",
+        ),
+        (lambda *_: 1 / 0, "failed with ZeroDivisionError: division by zero"),
+        (lambda *_: 5, r"must return torch.float32 \(\d+, 4, 16\), got 5"),
+        (lambda query, *_: query.double(), "must return torch.float32 .* got torch.float64"),
+        (5, "is no function"),
+    ],
+)
+def test_attention_that_breaks_its_contract_is_named_and_not_the_model(model, function, reason):
+    broken = attention_of("broken", prefill_attention=function)
+    with pytest.raises(PluginError, match=f"prefill_attention of attention backend 'broken'.*{reason}"):
+        Engine(model, plugins=[broken], attention_backend="broken")
 
 
 @pytest.mark.parametrize("value", [5, {"matmul": print}])
@@ -482,11 +521,11 @@ def test_attention_that_is_no_table_of_operations_is_refused(model, value):
 
 
 def test_the_names_of_our_own_kernels_cannot_be_taken(model):
-    thief = offering("reference", {"decode_attention": print}, hook="register_attention_backends")
+    thief = attention_of("reference", decode_attention=print)
     with pytest.raises(PluginError, match="built in"):
         Engine(model, plugins=[thief], attention_backend="reference")
 
 
 def test_unknown_attention_backend_lists_the_known_ones(model):
-    with pytest.raises(UnknownPolicy, match="reference"):
+    with pytest.raises(UnknownPolicy, match="auto, triton, cpu, reference"):
         Engine(model, attention_backend="flash")

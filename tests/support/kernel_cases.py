@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from paged_backend import kernels
 
 # Absolute and relative. float32 sums in another order; half precisions round the weights and the output once each.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -25,18 +28,28 @@ class Case:
     options: dict = field(default_factory=dict)
 
     @property
-    def decode_arguments(self) -> tuple[torch.Tensor, ...]:
-        return self.query, self.key_cache, self.value_cache, self.block_tables, self.context_lens
+    def cache(self) -> kernels.LayerCache:
+        return self.values(kernels)[0]
 
     @property
-    def prefill_arguments(self) -> tuple[torch.Tensor, ...]:
+    def decode_arguments(self) -> tuple:
+        cache, sequences, variant = self.values(kernels)
+        return self.query, cache, sequences._replace(cu_seqlens_q=None), variant
+
+    @property
+    def prefill_arguments(self) -> tuple:
+        return self.query, *self.values(kernels)
+
+    def values(self, classes: Any) -> tuple:
+        """Cache, sequences and variant as instances of these classes."""
+        window, chunk, *others = (self.options.get(name) for name in ("window", "chunk", "softcap", "sinks"))
+        kind = "full" if window is chunk is None else "chunk" if window is None else "window"
         return (
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.block_tables,
-            self.cu_seqlens_q,
-            self.context_lens,
+            classes.LayerCache(
+                self.key_cache, self.value_cache, self.options.get("key_scale"), self.options.get("value_scale")
+            ),
+            classes.Sequences(self.block_tables, self.context_lens, cu_seqlens_q=self.cu_seqlens_q),
+            classes.AttentionVariant(self.options["scale"], classes.MaskRule(kind, (window or chunk or 0)), *others),
         )
 
 

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from kernel_cases import assert_attention_close, make_case, oracle
@@ -20,7 +21,7 @@ _numbers = itertools.count()
 
 
 class Mutant(NamedTuple):
-    """One edit: in `module`, the only occurrence of `right` becomes `wrong`."""
+    """One edit: in `module`, a path such as "triton/cache", the only occurrence of `right` becomes `wrong`."""
 
     module: str
     right: str
@@ -28,19 +29,19 @@ class Mutant(NamedTuple):
 
 
 @contextmanager
-def mutated(folder: Path, mutant: Mutant | None) -> Iterator[Callable[[str], object]]:
+def mutated(folder: Path, mutant: Mutant | None) -> Iterator[Callable[[str], Any]]:
     """Yields a function that imports a module of the mutated copy, which is made in `folder`."""
     name = f"mutant_kernels_{next(_numbers)}"
     package = folder / name
-    package.mkdir()
-    for path in _SOURCE.glob("*.py"):
-        text = path.read_text()
-        if mutant is not None and path.stem == mutant.module:
+    for path in (*_SOURCE.glob("*.py"), *_SOURCE.glob("triton/*.py")):
+        text, place = path.read_text(), path.relative_to(_SOURCE)
+        if mutant is not None and place == Path(f"{mutant.module}.py"):
             assert text.count(mutant.right) == 1, f"{mutant.right!r} occurs {text.count(mutant.right)} times in {path}"
             text = text.replace(mutant.right, mutant.wrong)
         # Operations of its own too: torch knows each name once.
         text = text.replace("paged_backend.kernels", name).replace("paged_backend::", f"{name}::")
-        (package / path.name).write_text("" if path.stem == "__init__" else text)
+        (package / place).parent.mkdir(parents=True, exist_ok=True)
+        (package / place).write_text("" if place == Path("__init__.py") else text)
     sys.path.insert(0, str(folder))
     try:
         yield lambda module: importlib.import_module(f"{name}.{module}")
@@ -50,7 +51,22 @@ def mutated(folder: Path, mutant: Mutant | None) -> Iterator[Callable[[str], obj
             del sys.modules[module]
 
 
-def check_decode(load: Callable[[str], object], backend: str) -> None:
+def _backend(load: Callable[[str], Any], name: str) -> Any:
+    """The copy's own backend of this name."""
+    return load("triton").BACKEND if name == "triton" else load("dispatch").REFERENCE
+
+
+def _classes(load: Callable[[str], Any]) -> SimpleNamespace:
+    """The copy's own values."""
+    return SimpleNamespace(
+        AttentionVariant=load("attention_variant").AttentionVariant,
+        LayerCache=load("kv_layout").LayerCache,
+        MaskRule=load("mask_rule").MaskRule,
+        Sequences=load("sequences").Sequences,
+    )
+
+
+def check_decode(load: Callable[[str], Any], backend: str) -> None:
     """Raises AssertionError unless decode_attention equals the oracle on cases that use every feature."""
     run = load("decode_attention").decode_attention
     for options in (
@@ -60,11 +76,11 @@ def check_decode(load: Callable[[str], object], backend: str) -> None:
         {"group": 2, "sinks": True},
     ):
         case = make_case([37, 0, 16, 301], key_dim=24, scale=0.5, **options)
-        output = run(*case.decode_arguments, **case.options, backend=backend)
+        output = run(case.query, *case.values(_classes(load)), backend=_backend(load, backend))
         assert_attention_close(output, oracle(case))
 
 
-def check_prefill(load: Callable[[str], object], backend: str) -> None:
+def check_prefill(load: Callable[[str], Any], backend: str) -> None:
     """The same for prefill_attention."""
     run = load("prefill_attention").prefill_attention
     for options in (
@@ -75,12 +91,12 @@ def check_prefill(load: Callable[[str], object], backend: str) -> None:
     ):
         case = make_case([37, 1, 16, 150], [37, 1, 3, 100], num_kv_heads=1, key_dim=24, scale=0.5, **options)
         padding = torch.zeros_like(case.query[:2])
-        arguments = (torch.cat((case.query, padding)), *case.prefill_arguments[1:])
-        output = run(*arguments, **case.options, backend=backend)
+        query = torch.cat((case.query, padding))
+        output = run(query, *case.values(_classes(load)), backend=_backend(load, backend))
         assert_attention_close(output, torch.cat((oracle(case), padding[..., :1].expand(-1, -1, output.shape[2]))))
 
 
-def check_store(load: Callable[[str], object], backend: str) -> None:
+def check_store(load: Callable[[str], Any], backend: str) -> None:
     """The same for store_kv, against one assignment per token."""
     run = load("store_kv").store_kv
     generator = torch.Generator().manual_seed(0)
@@ -94,8 +110,8 @@ def check_store(load: Callable[[str], object], backend: str) -> None:
         # A block before the cache catches what is written to slot -1.
         caches = [torch.zeros(6, 3, 4, dim).to(dtype)[1:] for dim in (24, 16)]
         scales = torch.zeros(2, 5, 3, 4)
-        given = {"key_scale": scales[0], "value_scale": scales[1]} if largest else {}
-        run(key, value, *caches, slots, **given, backend=backend)
+        cache = _classes(load).LayerCache(*caches, *(scales if largest else ()))
+        run(key, value, cache, slots, backend=_backend(load, backend))
         for tokens, cache, scale in zip((key, value), caches, scales, strict=True):
             expected, expected_scale = torch.zeros_like(cache), torch.zeros_like(scale)
             for token, slot in zip(tokens, slots.tolist(), strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paged_backend import hookspecs, policies
+from paged_backend import hookspecs, kernels, policies
 
 README = Path(__file__).parents[2] / "plugins" / "README.md"
 BEGIN, END = "<!-- reference: begin -->\n", "<!-- reference: end -->\n"
@@ -21,6 +21,10 @@ CLASSES = [
     policies.RequestView,
     policies.CachedBlock,
     policies.ModelShape,
+    kernels.LayerCache,
+    kernels.Sequences,
+    kernels.AttentionVariant,
+    kernels.MaskRule,
 ]
 
 

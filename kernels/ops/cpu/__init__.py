@@ -1,9 +1,8 @@
 """The operations in C++ for a CPU, compiled on first use; see `loader`."""
 
-from paged_backend.kernels.cpu import operations
 from paged_backend.kernels.cpu.arena import Arena, reserve
 from paged_backend.kernels.cpu.loader import UnavailableWarning, is_available, library
-from paged_backend.kernels.cpu.operations import rule_arguments
+from paged_backend.kernels.cpu.operations import BACKEND, rule_arguments
 from paged_backend.kernels.cpu.packed_linear import (
     GELU_GATE,
     SILU_GATE,
@@ -14,6 +13,7 @@ from paged_backend.kernels.cpu.packed_linear import (
 )
 
 __all__ = [
+    "BACKEND",
     "GELU_GATE",
     "SILU_GATE",
     "Arena",
@@ -22,7 +22,6 @@ __all__ = [
     "is_available",
     "library",
     "most_rows",
-    "operations",
     "pack",
     "pack_gated",
     "reserve",

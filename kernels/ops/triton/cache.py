@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from paged_backend.kernels.triton_support import jit, tl
+from paged_backend.kernels.triton.support import jit, tl
 
 
 def as_stored(cache: torch.Tensor) -> torch.Tensor:

@@ -8,21 +8,39 @@ from typing import Any
 
 import torch
 
-from paged_backend.kernels.kv_layout import QUANTISED_MAX
-from paged_backend.kernels.triton_cache import cache_rows, load_rows
-from paged_backend.kernels.triton_support import interpreted, jit, tl
+from paged_backend.kernels.attention_variant import AttentionVariant
+from paged_backend.kernels.kv_layout import QUANTISED_MAX, LayerCache
+from paged_backend.kernels.mask_rule import MaskRule
+from paged_backend.kernels.sequences import Sequences
+from paged_backend.kernels.triton.cache import cache_rows, load_rows
+from paged_backend.kernels.triton.support import interpreted, jit, tl
 
 # Values of RULE, with SPAN as the size of the window or chunk.
 FULL, WINDOW, CHUNK = 0, 1, 2
 
 
-def rule_and_span(window: int | None, chunk: int | None) -> tuple[int, int]:
+def rule_and_span(mask: MaskRule) -> tuple[int, int]:
     """A mask rule as the kernels take it."""
-    if window is not None:
-        return WINDOW, window
-    if chunk is not None:
-        return CHUNK, chunk
-    return FULL, 0
+    return {"full": FULL, "window": WINDOW, "chunk": CHUNK}[mask.kind], mask.size
+
+
+def launch_arguments(cache: LayerCache, sequences: Sequences, variant: AttentionVariant) -> dict[str, Any]:
+    """What both attention launchers take beside queries and where they start, since a custom op takes no objects."""
+    rule, span = rule_and_span(variant.mask)
+    return {
+        "key_cache": cache.key,
+        "value_cache": cache.value,
+        "key_scale": cache.key_scale,
+        "value_scale": cache.value_scale,
+        "block_tables": sequences.block_tables,
+        "context_lens": sequences.context_lens,
+        "max_context_len": sequences.max_context_len,
+        "scale": variant.scale,
+        "rule": rule,
+        "span": span,
+        "softcap": variant.softcap,
+        "sinks": variant.sinks,
+    }
 
 
 def dot_dtype(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.dtype:

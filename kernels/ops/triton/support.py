@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from paged_backend.kernels.dispatch import implements
-
 
 def _import_if_installed(name: str) -> Any:
     try:
@@ -61,8 +59,20 @@ def converts_float8(name: str) -> bool:
     return name.startswith(("gfx950", "gfx12")) or (name.startswith("sm_") and int(name[3:]) >= 89)
 
 
+def unavailable(device: torch.device) -> str | None:
+    """Why kernels cannot run on a device, or None."""
+    if not available:
+        return "Triton is not installed"
+    if device.type != "cuda" and not interpreted:
+        return (
+            "it runs on CUDA and ROCm devices; TRITON_INTERPRET=1, set before Python starts, runs its kernels on the "
+            "CPU, slowly, for tests"
+        )
+    return None
+
+
 def triton_operation(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Makes the decorated launcher the "triton" implementation of an operation, as a custom op for torch.compile.
+    """Makes the decorated launcher of an operation a custom op, for torch.compile.
 
     mutates: names of the tensors written in place. The op raises ValueError where Triton cannot run.
     """
@@ -71,16 +81,12 @@ def triton_operation(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Call
         @functools.wraps(launch)
         def checked(*arguments: Any) -> Any:
             device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
-            if device.type != "cuda" and not interpreted:
-                raise ValueError(
-                    f"{name}: the triton backend runs on CUDA and ROCm devices, got tensors on {device}; use "
-                    "backend='auto', or set TRITON_INTERPRET=1 before Python starts to run it on the CPU, for tests"
-                )
+            if reason := unavailable(device):
+                raise ValueError(f"{name} cannot run in Triton on {device}: {reason}; use backend='auto'")
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 return launch(*arguments)
 
-        operation = torch.library.custom_op(f"paged_backend::{name}_triton", checked, mutates_args=mutates)
-        return implements(name, "triton")(operation) if available else operation
+        return torch.library.custom_op(f"paged_backend::{name}_triton", checked, mutates_args=mutates)
 
     return register
 
