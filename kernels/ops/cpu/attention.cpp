@@ -73,7 +73,7 @@ struct Places {
     count = std::min<int64_t>(most, end - first);
     int64_t entry = first / cache.block_size, offset = first % cache.block_size;
     for (int i = 0; i < count; ++entry, offset = 0) {
-      const int64_t row = table[entry] * cache.num_kv_heads * cache.block_size;
+      const int64_t row = cache.row(table[entry], 0, 0);
       for (; offset < cache.block_size && i < count; ++offset, ++i) rows[i] = row + offset;
     }
     rows[count] = rows[count - 1];  // an odd last one is paired with itself, at a weight of zero
@@ -102,12 +102,12 @@ struct Tokens {
 
 template <class C>
 Tokens<C> keys_of(const Cache& cache, const Places& at, int64_t head) {
-  return {static_cast<const C*>(cache.key) + head * cache.block_size * cache.key_dim, cache.key_dim, at.rows};
+  return {static_cast<const C*>(cache.key) + cache.row(0, head, 0) * cache.key_dim, cache.key_dim, at.rows};
 }
 
 template <class C>
 Tokens<C> values_of(const Cache& cache, const Places& at, int64_t head) {
-  return {static_cast<const C*>(cache.value) + head * cache.block_size * cache.value_dim, cache.value_dim, at.rows};
+  return {static_cast<const C*>(cache.value) + cache.row(0, head, 0) * cache.value_dim, cache.value_dim, at.rows};
 }
 
 // Copies a query head as the kernels multiply it, with zeros up to `padded` dims.

@@ -97,7 +97,7 @@ void store_kv(Heads key, Heads value, const Cache& cache, const int64_t* slots, 
           const int64_t block = slots[token] / cache.block_size, offset = slots[token] % cache.block_size;
           for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
             const auto* from = static_cast<const decltype(from_number)*>(heads.at(token, head));
-            To* to = static_cast<To*>(blocks) + ((block * cache.num_kv_heads + head) * cache.block_size + offset) * dim;
+            To* to = static_cast<To*>(blocks) + cache.row(block, head, offset) * dim;
             for_vectors(dim, [&](int64_t i, auto load, auto store) { store(to + i, load(from + i)); });
           }
         });

@@ -11,6 +11,11 @@ struct Cache {
   void* value;
   Type type;
   int64_t num_kv_heads, block_size, key_dim, value_dim;
+
+  // Which row, of a key or value each, holds a token of a block. Those of consecutive offsets follow each other.
+  int64_t row(int64_t block, int64_t head, int64_t offset) const {
+    return (block * num_kv_heads + head) * block_size + offset;
+  }
 };
 
 // [num_tokens][num_heads][dim] of any strides, counted in elements; the dims of a head are consecutive.
