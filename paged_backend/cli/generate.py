@@ -188,7 +188,11 @@ def _outcome(handle: Handle) -> list[RequestOutput]:
 
 
 def _sample(output: RequestOutput) -> dict[str, Any]:
-    sample = {"text": output.text, "finish_reason": output.finish_reason, "num_tokens": len(output.token_ids)}
+    sample: dict[str, Any] = {
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "num_tokens": len(output.token_ids),
+    }
     if output.logprobs is not None:
         # JSON has no infinity, which a token has that could not be drawn.
         logprobs = [{token: p if math.isfinite(p) else None for token, p in entry.items()} for entry in output.logprobs]

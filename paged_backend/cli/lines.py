@@ -84,9 +84,9 @@ def _read(number: int, line: str) -> dict[str, Any]:
     if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt"), (str, list)):
         raise ConfigError(f'line {number} is no JSON object with "prompt", a text or token ids: {line.strip():.80}')
     _check_keys(f"line {number}", prompt, KEYS)
-    for name in ("params", "options"):
-        if not isinstance(prompt.get(name, {}), dict):
-            raise ConfigError(f'"{name}" of line {number} must be a JSON object, got {prompt[name]!r:.80}')
+    for key in ("params", "options"):
+        if not isinstance(prompt.get(key, {}), dict):
+            raise ConfigError(f'"{key}" of line {number} must be a JSON object, got {prompt[key]!r:.80}')
     if "options" in prompt:
         # It takes torch along, which --help need not wait for.
         from paged_backend.request.options import RequestOptions

@@ -344,20 +344,6 @@ def test_an_answer_that_the_policy_gave_up_is_a_failure_that_is_tried_again(fold
     assert "0 were there already" in generate(folder, path, "--output", output).stderr
 
 
-def test_a_full_disk_names_what_cannot_be_written(folder, prompts):
-    arguments = ["generate", str(prompts), "--model", folder, "--max-tokens", "2", "--threads", "1"]
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "paged_backend", *arguments, "--kv-cache-memory", "4MiB"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert result.returncode == 2
-    assert "error: standard output cannot be written: No space left on device" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_a_folder_that_is_no_model_is_told_in_words(prompts, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "nothing of the kind"}')
