@@ -176,8 +176,9 @@ def start(model: str | None, threads: int | None, console: Console, params: Mapp
         if threads is not None:
             torch.set_num_threads(threads)
         if model is not None:
-            check_model_name(os.path.expanduser(model), {})
-            return model
+            name = os.path.expanduser(model)
+            check_model_name(name, {})
+            return name
         if not sample_model.is_fetched():
             status.update(f"fetching {sample_model.NAME} (93 MB, once)")
         with naming(f"the sample model cannot be kept in {sample_model.folder()}"):
