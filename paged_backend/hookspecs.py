@@ -93,8 +93,8 @@ def request_finished(request: RequestView, output: RequestOutput) -> None:
 
 
 @hookspec
-def step_finished(stats: StepStats) -> None:
-    """A step is over and the engine's state is consistent. Last of all in a step."""
+def step_finished(engine: ObservedEngine, stats: StepStats) -> None:
+    """A step of ``engine`` is over and its state is consistent. Last of all in a step."""
 
 
 @hookspec

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from paged_backend.checks import checked_amount, checked_int
 from paged_backend.errors import ConfigError
-from paged_backend.hookspecs import hookimpl
+from paged_backend.hookspecs import ObservedEngine, hookimpl
 from paged_backend.outputs import RequestOutput
 from paged_backend.policies import RequestView
 from paged_backend.stats import EngineStats, StepStats
@@ -19,7 +22,8 @@ BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 class StepLog:
     """Prints a line for every ``every``-th step, for each step that preempts, and a summary at the end.
 
-    console: a ``rich.console.Console``; by default one that writes to stderr. Needs the extra ``cli``.
+    console: a ``rich.console.Console``; by default one that writes to stderr. One object may watch several engines,
+    which it numbers in the order in which they started. Needs the extra ``cli``.
     """
 
     def __init__(self, every: int = 1, console: Any = None) -> None:
@@ -31,19 +35,25 @@ class StepLog:
         if console is not None and not callable(getattr(console, "print", None)):
             raise ConfigError(f"console must be a rich.console.Console or None, got {console!r:.200}")
         self.console = Console(stderr=True) if console is None else console
-        self._num_steps = self._num_tokens = self._num_requests = 0
+        self._num_engines = 0
+        self._totals: WeakKeyDictionary[ObservedEngine, Counter[str]] = WeakKeyDictionary()
 
     @hookimpl
-    def step_finished(self, stats: StepStats) -> None:
+    def engine_started(self, engine: ObservedEngine) -> None:
+        """One more to watch."""
+        self._num_engines += 1
+        self._totals[engine] = Counter(engine=self._num_engines)
+
+    @hookimpl
+    def step_finished(self, engine: ObservedEngine, stats: StepStats) -> None:
         """One line."""
-        self._num_steps = stats.step
-        self._num_tokens += stats.num_new_tokens
-        self._num_requests += stats.num_finished
+        totals = self._totals[engine]
+        totals.update(steps=1, tokens=stats.num_new_tokens, requests=stats.num_finished)
         if stats.step % self.every and not stats.num_preempted:
             return
         preempted = f"  [red]preempted {stats.num_preempted}[/]" if stats.num_preempted else ""
         self.console.print(
-            f"[dim]{stats.time:10.3f}[/] step {stats.step:6d}"
+            f"{self._name(totals)}[dim]{stats.time:10.3f}[/] step {stats.step:6d}"
             f"  waiting {stats.num_waiting:5d}  running {stats.num_running:4d}  finished {stats.num_finished:3d}"
             f"  decodes {stats.num_decodes:4d}  prompt tokens {stats.num_prefill_tokens:5d}"
             f"  forward {1000 * stats.forward_s:7.1f} ms  rest {1000 * stats.overhead_s:5.1f} ms{preempted}",
@@ -52,19 +62,26 @@ class StepLog:
         )
 
     @hookimpl
-    def engine_stopped(self, engine: Any) -> None:
+    def engine_stopped(self, engine: ObservedEngine) -> None:
         """What it came to."""
+        totals = self._totals.pop(engine)
         self.console.print(
-            f"stopped after {self._num_steps} steps: {self._num_tokens} tokens for {self._num_requests} requests",
+            f"{self._name(totals)}stopped after {totals['steps']} steps: {totals['tokens']} tokens for "
+            f"{totals['requests']} requests",
             highlight=False,
         )
 
+    def _name(self, totals: Mapping[str, int]) -> str:
+        """Which engine a line is about, where there was more than one."""
+        return f"engine {totals['engine']}  " if self._num_engines > 1 else ""
+
 
 class Prometheus:
-    """Offers an engine's numbers to Prometheus, in ``prometheus_client``'s default registry or the one given.
+    """Offers the numbers of engines to Prometheus, in ``prometheus_client``'s default registry or the one given.
 
-    ``prometheus_client.start_http_server(8000)`` serves them. A scrape never touches the engine: it sees the numbers
-    of the last step, or at most ``interval_s`` earlier. Needs the extra ``metrics``.
+    ``prometheus_client.start_http_server(8000)`` serves them. A scrape never touches an engine: it sees the numbers
+    of the last step, or at most ``interval_s`` earlier. Of several engines, watched by one object or by several with
+    one registry, it sees the sums; those that were closed still count in what only grows. Needs the extra ``metrics``.
     """
 
     def __init__(self, registry: Any = None, interval_s: float = 1.0) -> None:
@@ -74,32 +91,21 @@ class Prometheus:
             raise ConfigError("Prometheus needs prometheus_client: pip install 'paged-backend[metrics]'") from error
         if registry is not None and not callable(getattr(registry, "register", None)):
             raise ConfigError(f"registry must be a prometheus_client registry or None, got {registry!r:.200}")
-        registry = prometheus_client.REGISTRY if registry is None else registry
         self.interval_s = checked_amount("interval_s", interval_s)
-        self._engine: Any | None = None
-        self._stats: EngineStats | None = None
-        self._seen_at = float("-inf")
-
-        def histogram(name: str, text: str) -> Any:
-            return prometheus_client.Histogram(
-                f"paged_backend_{name}_seconds", text, buckets=BUCKETS, registry=registry
-            )
-
-        self._first_token = histogram("time_to_first_token", "From arrival to the first generated token.")
-        self._inter_token = histogram("inter_token", "Between the generated tokens of a request, its mean.")
-        self._latency = histogram("request", "From arrival to the end of a request.")
-        registry.register(self)
+        self._metrics = _metrics_of(prometheus_client.REGISTRY if registry is None else registry)
+        self._seen_at: WeakKeyDictionary[ObservedEngine, float] = WeakKeyDictionary()
 
     @hookimpl
-    def engine_started(self, engine: Any) -> None:
-        """Keep the engine to read its stats."""
-        self._engine, self._stats = engine, engine.stats()
+    def engine_started(self, engine: ObservedEngine) -> None:
+        """One more to watch."""
+        self._metrics.see(engine)
 
     @hookimpl
-    def step_finished(self, stats: StepStats) -> None:
+    def step_finished(self, engine: ObservedEngine, stats: StepStats) -> None:
         """Take the numbers when they are due, and always before the engine falls idle."""
-        if self._engine is not None and (not stats.num_running or stats.time - self._seen_at >= self.interval_s):
-            self._seen_at, self._stats = stats.time, self._engine.stats()
+        if not stats.num_running or stats.time - self._seen_at.get(engine, float("-inf")) >= self.interval_s:
+            self._seen_at[engine] = stats.time
+            self._metrics.see(engine)
 
     @hookimpl
     def request_finished(self, request: RequestView, output: RequestOutput) -> None:
@@ -107,39 +113,117 @@ class Prometheus:
         metrics = output.metrics
         if metrics.finished_time is None or metrics.first_token_time is None:
             return
-        self._first_token.observe(metrics.first_token_time - metrics.arrival_time)
-        self._latency.observe(metrics.finished_time - metrics.arrival_time)
-        if len(output.token_ids) > 1:
-            self._inter_token.observe((metrics.finished_time - metrics.first_token_time) / (len(output.token_ids) - 1))
+        self._metrics.first_token.observe(metrics.first_token_time - metrics.arrival_time)
+        self._metrics.latency.observe(metrics.finished_time - metrics.arrival_time)
+        if (num_more := len(output.token_ids) - 1) > 0:
+            self._metrics.inter_token.observe((metrics.finished_time - metrics.first_token_time) / num_more)
+
+    @hookimpl
+    def engine_stopped(self, engine: ObservedEngine) -> None:
+        """Its requests and blocks are no more."""
+        self._metrics.forget(engine)
+
+
+class _Metrics:
+    """What one registry serves: times of requests, and the sums over engines as they were last seen."""
+
+    def __init__(self, registry: Any) -> None:
+        import prometheus_client
+
+        def histogram(name: str, text: str) -> Any:
+            return prometheus_client.Histogram(
+                f"paged_backend_{name}_seconds", text, buckets=BUCKETS, registry=registry
+            )
+
+        # Steps are in the engines' threads, scrapes in one of their own.
+        self._lock = Lock()
+        self._stats: WeakKeyDictionary[ObservedEngine, EngineStats] = WeakKeyDictionary()
+        # What engines that were closed had counted.
+        self._past: Counter[tuple[str, str]] = Counter()
+        self.first_token = histogram("time_to_first_token", "From arrival to the first generated token.")
+        self.inter_token = histogram("inter_token", "Between the generated tokens of a request, its mean.")
+        self.latency = histogram("request", "From arrival to the end of a request.")
+        registry.register(self)
+
+    def see(self, engine: ObservedEngine) -> None:
+        """Take an engine's numbers."""
+        stats = engine.stats()
+        with self._lock:
+            self._stats[engine] = stats
+
+    def forget(self, engine: ObservedEngine) -> None:
+        """An engine was closed."""
+        with self._lock:
+            if (stats := self._stats.pop(engine, None)) is not None:
+                self._past.update(_counts(stats))
 
     def collect(self) -> Iterator[Any]:
         """What ``prometheus_client`` asks for at each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        stats = self._stats
-        if stats is None:
-            return
-        yield GaugeMetricFamily("paged_backend_waiting_requests", "Requests that wait.", stats.num_waiting)
-        yield GaugeMetricFamily("paged_backend_running_requests", "Requests that run.", stats.num_running)
+        with self._lock:
+            engines, counts = list(self._stats.values()), self._past.copy()
+        waiting, running = (sum(getattr(stats, f"num_{what}") for stats in engines) for what in ("waiting", "running"))
+        yield GaugeMetricFamily("paged_backend_waiting_requests", "Requests that wait.", waiting)
+        yield GaugeMetricFamily("paged_backend_running_requests", "Requests that run.", running)
+        uses: Counter[tuple[str, str]] = Counter()
+        for stats in engines:
+            counts.update(_counts(stats))
+            for group in stats.groups:
+                uses[group.rule, "held"] += group.num_owned_blocks
+                uses[group.rule, "cached"] += group.num_cached_blocks
+                uses[group.rule, "free"] += group.num_free_blocks
         blocks = GaugeMetricFamily(
             "paged_backend_kv_blocks", "Blocks of keys and values by use.", labels=["attention", "use"]
         )
-        for group in stats.groups:
-            uses = {"held": group.num_owned_blocks, "cached": group.num_cached_blocks, "free": group.num_free_blocks}
-            for use, count in uses.items():
-                blocks.add_metric([group.rule, use], count)
+        for labels, count in uses.items():
+            blocks.add_metric(labels, count)
         yield blocks
-        tokens = CounterMetricFamily("paged_backend_tokens", "Tokens by kind.", labels=["kind"])
-        tokens.add_metric(["prompt"], stats.num_prompt_tokens)
-        tokens.add_metric(["generated"], stats.num_generated_tokens)
-        tokens.add_metric(["cached"], stats.num_cached_tokens)
-        tokens.add_metric(["recomputed"], stats.num_recomputed_tokens)
-        yield tokens
-        yield CounterMetricFamily("paged_backend_requests", "Requests that ended.", stats.num_finished)
-        yield CounterMetricFamily("paged_backend_steps", "Steps.", stats.num_steps)
-        yield CounterMetricFamily("paged_backend_preemptions", "Requests set aside.", stats.num_preemptions)
-        yield CounterMetricFamily("paged_backend_prefix_hits", "Requests begun from the cache.", stats.num_prefix_hits)
-        errors = CounterMetricFamily("paged_backend_policy_errors", "Broken contracts of plugins.", labels=["where"])
-        for where, count in stats.policy_errors.items():
-            errors.add_metric([where], count)
-        yield errors
+        for name, (text, label) in COUNTERS.items():
+            family = CounterMetricFamily(f"paged_backend_{name}", text, labels=[label] if label else [])
+            for (counter, value), count in counts.items():
+                if counter == name:
+                    family.add_metric([value] if label else [], count)
+            yield family
+
+
+# Each with what it tells, and by what it is told apart, if it is.
+COUNTERS = {
+    "tokens": ("Tokens by kind.", "kind"),
+    "requests": ("Requests that ended.", None),
+    "steps": ("Steps.", None),
+    "preemptions": ("Requests set aside.", None),
+    "prefix_hits": ("Requests begun from the cache.", None),
+    "policy_errors": ("Broken contracts of plugins.", "where"),
+}
+
+
+def _counts(stats: EngineStats) -> dict[tuple[str, str], int]:
+    """An engine's counters by name and label."""
+    return {
+        ("tokens", "prompt"): stats.num_prompt_tokens,
+        ("tokens", "generated"): stats.num_generated_tokens,
+        ("tokens", "cached"): stats.num_cached_tokens,
+        ("tokens", "recomputed"): stats.num_recomputed_tokens,
+        ("requests", ""): stats.num_finished,
+        ("steps", ""): stats.num_steps,
+        ("preemptions", ""): stats.num_preemptions,
+        ("prefix_hits", ""): stats.num_prefix_hits,
+        **{("policy_errors", where): count for where, count in stats.policy_errors.items()},
+    }
+
+
+# A registry takes each name once, so all who watch for it share what it serves.
+_of_registry: WeakKeyDictionary[Any, _Metrics] = WeakKeyDictionary()
+
+
+def _metrics_of(registry: Any) -> _Metrics:
+    if registry not in _of_registry:
+        try:
+            _of_registry[registry] = _Metrics(registry)
+        except ValueError as error:
+            raise ConfigError(
+                f"the registry has metrics of these names that are not ours ({error}); give Prometheus one of its own: "
+                "Prometheus(prometheus_client.CollectorRegistry())"
+            ) from error
+    return _of_registry[registry]

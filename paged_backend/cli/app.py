@@ -19,7 +19,7 @@ except ImportError as error:
 import paged_backend
 from paged_backend.cli.chat import chat
 from paged_backend.cli.generate import generate
-from paged_backend.cli.options import Terminal, Threads, errors_in_words
+from paged_backend.cli.options import Model, Terminal, Threads, errors_in_words, start
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -43,12 +43,7 @@ def main(
 
 @app.command()
 def demo(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, file_okay=False, help="A model folder; by default SmolLM2-135M-Instruct, fetched once."
-        ),
-    ] = None,
+    model: Model = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt, at most.")] = 128,
     threads: Threads = None,
     prompts: Annotated[
@@ -62,27 +57,12 @@ def demo(
     """
     texts = _read_prompts(prompts) if prompts else None
     console = Terminal()
-    # On a machine that does other work too, threads that spin while they wait take the time from those they wait for.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with errors_in_words():
-        # torch and transformers take seconds to import, which --help need not wait for.
-        import torch
-        from transformers.utils import logging
-
-        from paged_backend import sample_model
+        folder = start(model, threads, console, {})
         from paged_backend.cli.demo import run_demo
         from paged_backend.cli.prompts import PROMPTS
-        from paged_backend.model.pretrained import check_model_name
 
-        if model is not None:
-            check_model_name(str(model), {})
-        logging.disable_progress_bar()
-        if threads is not None:
-            torch.set_num_threads(threads)
-        if model is None and not sample_model.is_fetched():
-            with console.status(f"fetching {sample_model.NAME} (93 MB, once)"):
-                sample_model.fetch()
-        agree = run_demo(str(model or sample_model.fetch()), texts or PROMPTS, max_new_tokens, console)
+        agree = run_demo(folder, texts or PROMPTS, max_new_tokens, console)
     raise typer.Exit(0 if agree else 1)
 
 
@@ -113,7 +93,7 @@ def plugins() -> None:
 
 def _read_prompts(path: Path) -> list[str]:
     try:
-        texts = json.loads(path.read_text(encoding="utf-8"))
+        texts = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{path} is not JSON: {error}", param_hint="--prompts") from error
     except OSError as error:

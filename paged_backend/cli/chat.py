@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from dataclasses import asdict
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from paged_backend.cli import options as cli_engine
+from paged_backend.cli.options import (
+    EngineFlags,
+    SamplingFlags,
+    Terminal,
+    check_stream,
+    errors_in_words,
+    open_engine,
+    spread,
+)
 from paged_backend.errors import ConfigError, ContextOverflow, PagedBackendError
 from paged_backend.sampling.turn_end import turn_end_ids
 
@@ -17,29 +28,28 @@ if TYPE_CHECKING:
     from paged_backend.service.async_engine import AsyncEngine
     from paged_backend.stats import EngineStats
 
-HELP = "/stats shows numbers, /reset begins anew, /quit or Ctrl-D leaves; Ctrl-C cancels an answer"
+HELP = "/stats shows numbers, /reset begins anew, /quit or Ctrl-D leaves, /help says so; Ctrl-C cancels an answer"
 
 
+@spread
 def chat(
-    model: cli_engine.Model = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_tokens: cli_engine.MaxTokens = 512,
-    temperature: cli_engine.Temperature = 0.7,
-    top_p: cli_engine.TopP = 0.95,
-    seed: cli_engine.Seed = None,
-    scheduler: cli_engine.Scheduler = "fifo",
-    kv_cache_memory: cli_engine.KVCacheMemory = None,
-    threads: cli_engine.Threads = None,
+    sampling: SamplingFlags = SamplingFlags(max_tokens=512, temperature=0.7, top_p=0.95),  # noqa: B008
+    engine: EngineFlags = EngineFlags(),  # noqa: B008
 ) -> None:
     """Talk to a model. Its answers stream; Ctrl-C cancels one and keeps the chat; /stats shows numbers."""
-    console = cli_engine.Terminal(highlight=False)
-    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    options = {"scheduler": scheduler, "max_num_seqs": 1, "kv_cache_memory": kv_cache_memory}
-    with cli_engine.errors_in_words(), cli_engine.open_engine(model, threads, console, params, **options) as engine:
-        from paged_backend.service.async_engine import AsyncEngine
+    console = Terminal(highlight=False)
+    params = asdict(sampling)
+    with errors_in_words():
+        check_stream(sys.stdin, "a chat reads from it")
+        if isinstance(sys.stdin, TextIOWrapper):
+            # Whatever the terminal is said to write, see `_read`.
+            sys.stdin.reconfigure(errors="surrogateescape")
+        with open_engine(engine, console, params, max_num_seqs=1) as runner:
+            from paged_backend.service.async_engine import AsyncEngine
 
-        with AsyncEngine(engine) as service:
-            Conversation(service, console, params, system).run()
+            with AsyncEngine(runner) as service:
+                Conversation(service, console, params, system).run()
 
 
 class Conversation:
@@ -60,29 +70,31 @@ class Conversation:
         """Read and answer until the input ends."""
         self._console.print(HELP, style="dim")
         while (said := self._read()) is not None:
-            if said == "/quit":
-                return
-            if said == "/stats":
-                self._console.print(stats_table(self._service.stats(), self._last))
-            elif said == "/reset":
-                self._messages = list(self._beginning)
-            elif said.startswith("/"):
-                self._console.print(HELP, style="dim")
-            elif said:
-                self.ask(said)
+            match said:
+                case "/quit":
+                    return
+                case "/stats":
+                    self._console.print(stats_table(self._service.stats(), self._last))
+                case "/reset":
+                    self._messages = list(self._beginning)
+                case "/help":
+                    self._console.print(HELP, style="dim")
+                case "":
+                    pass
+                case _:
+                    self.ask(said)
 
     def _read(self) -> str | None:
         while True:
             try:
-                # A terminal in another encoding may leave halves of characters.
-                return input("> ").strip().encode(errors="replace").decode()
+                # What is no character in the encoding that the terminal is said to have may be one in UTF-8.
+                line = input("> ").encode(errors="surrogateescape").decode(errors="replace")
+                return line.removeprefix("\ufeff").strip()
             except KeyboardInterrupt:
                 self._console.print()
             except EOFError:
                 self._console.print()
                 return None
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"the input is no UTF-8 text: {error}") from error
 
     def ask(self, said: str) -> None:
         """Print the answer as it comes; cancelled, what there is of it stays part of the conversation."""
@@ -119,7 +131,11 @@ class Conversation:
     def _submit(self) -> Any:
         """Submit the conversation, without its oldest exchanges when it became too long for the model."""
         while True:
-            text = self._tokenizer.apply_chat_template(self._messages, add_generation_prompt=True, tokenize=False)
+            try:
+                text = self._tokenizer.apply_chat_template(self._messages, add_generation_prompt=True, tokenize=False)
+            except Exception as error:
+                # A template is a program of the model's own, and may raise anything.
+                raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             try:
                 return self._service.submit(token_ids, self._params)

@@ -1,18 +1,23 @@
-"""What the commands that run an engine share: their options, the engine itself, and errors told in words."""
+"""What the commands share: flags of sampling and of the engine, how they start, and errors told in words."""
 
 from __future__ import annotations
 
-import math
+import functools
+import inspect
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 
-from paged_backend.errors import PagedBackendError
+from paged_backend.errors import ConfigError, PagedBackendError
 
 if TYPE_CHECKING:
     from paged_backend.engine.engine import Engine
@@ -21,46 +26,99 @@ if TYPE_CHECKING:
 MAX_THREADS = 1024
 # What a shell tells of a command whose reader went away, as head does.
 BROKEN_PIPE_CODE = 141
-
-
-def _check_temperature(value: float) -> float:
-    if not 0 <= value < math.inf:
-        raise typer.BadParameter(f"temperature must be a number of at least 0, got {value}")
-    return value
-
-
-def _check_top_p(value: float) -> float:
-    if not 0 < value <= 1:
-        raise typer.BadParameter(f"top_p must be above 0 and at most 1, got {value}")
-    return value
-
+# Standard input or output.
+DASH = Path("-")
 
 Model = Annotated[
     str | None, typer.Option(help="A model folder or hub id; by default SmolLM2-135M-Instruct, fetched once.")
-]
-MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens per answer, at most.")]
-# The ranges are checked by callbacks, for bounds of the option itself call NaN too large.
-Temperature = Annotated[
-    float, typer.Option(callback=_check_temperature, help="At least 0, which always takes the likeliest token.")
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        callback=_check_top_p, help="Share of the probability that tokens are drawn from, above 0 and at most 1."
-    ),
-]
-Seed = Annotated[int | None, typer.Option(help="Makes the drawn tokens repeatable.")]
-Scheduler = Annotated[str, typer.Option(help="The scheduling policy; see paged-backend plugins.")]
-KVCacheMemory = Annotated[
-    str | None, typer.Option(help="Memory for keys and values: a size such as 512MiB, or a share of a GPU such as 0.5.")
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default all that torch takes.")
 ]
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{text:.80} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f'{text:.80} is no JSON object; give one such as {{"batch": 4}}')
+    return value
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are chosen; SamplingParams says what may be."""
+
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer, at most.")]
+    temperature: Annotated[float, typer.Option(help="At least 0, which always takes the likeliest token.")]
+    top_p: Annotated[
+        float, typer.Option(help="Share of the probability that tokens are drawn from, above 0 and at most 1.")
+    ]
+    seed: Annotated[int | None, typer.Option(help="Makes the drawn tokens repeatable.")] = None
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """The model, and how it is run."""
+
+    model: Model = None
+    scheduler: Annotated[str, typer.Option(help="The scheduling policy; see paged-backend plugins.")] = "fifo"
+    scheduler_options: Annotated[
+        dict[str, Any] | None,
+        typer.Option(parser=_json_object, metavar="JSON", help="Its options, a JSON object."),
+    ] = None
+    eviction: Annotated[str, typer.Option(help="Which cached block goes first; see paged-backend plugins.")] = "lru"
+    eviction_options: Annotated[
+        dict[str, Any] | None,
+        typer.Option(parser=_json_object, metavar="JSON", help="Its options, a JSON object."),
+    ] = None
+    attention_backend: Annotated[
+        str, typer.Option(help="Which kernels attend: triton, cpu, reference, auto, or a plugin's.")
+    ] = "auto"
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory for keys and values: a size such as 512MiB, or a share of a GPU such as 0.5."),
+    ] = None
+    threads: Threads = None
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` as typer reads it: in place of a parameter whose default is an object of flags, the flags."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        flags = parameter.default
+        if is_dataclass(flags):
+            groups[parameter.name] = type(flags)
+            hints = get_type_hints(type(flags), include_extras=True)
+            parameters += [
+                parameter.replace(name=field.name, default=getattr(flags, field.name), annotation=hints[field.name])
+                for field in fields(flags)
+            ]
+        else:
+            parameters.append(parameter)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    run.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
 class Terminal(Console):
-    """A console that leaves in silence when nobody reads it any more."""
+    """A console that leaves in silence when nobody reads it, and shows ? for what its encoding cannot write."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if isinstance(self.file, TextIOWrapper) and self.file.errors in ("strict", "surrogateescape"):
+            self.file.reconfigure(errors="replace")
 
     def on_broken_pipe(self) -> None:
         """End the command, as the system would."""
@@ -81,35 +139,65 @@ def errors_in_words() -> Iterator[None]:
 
 
 @contextmanager
-def open_engine(
-    model: str | None, threads: int | None, console: Console, params: dict[str, Any], **options: Any
-) -> Iterator[Engine]:
-    """An engine for the named model or the sample model, in the dtype that its weights are stored in.
+def naming(what: str) -> Iterator[None]:
+    """Errors of the system say ``what`` could not be done; they would name no file themselves."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror or error}") from error
 
-    Raises ConfigError for ``params`` that no request could have, before the model is loaded.
+
+def check_stream(stream: Any, wanted: str) -> None:
+    """Raise ConfigError for a standard stream that was closed before the command began."""
+    if stream is None:
+        raise ConfigError(f"the standard stream is closed; {wanted}")
+
+
+def start(model: str | None, threads: int | None, console: Console, params: Mapping[str, Any]) -> str:
+    """Set the process up, and return the model's name, or the folder of the sample model.
+
+    Raises ConfigError for a model that cannot be, and for ``params`` that no request could have.
     """
     # On a machine that does other work too, threads that spin while they wait take the time from those they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with console.status("loading the model") as status:
+    with console.status("starting") as status:
         # torch and transformers take seconds to import, which --help need not wait for.
         import torch
         from transformers.utils import logging
 
         from paged_backend import sample_model
-        from paged_backend.engine.engine import Engine
+        from paged_backend.model.pretrained import check_model_name
         from paged_backend.sampling_params import SamplingParams
 
         SamplingParams(**params)
         logging.disable_progress_bar()
         if threads is not None:
             torch.set_num_threads(threads)
-        if model is None and not sample_model.is_fetched():
+        if model is not None:
+            name = os.path.expanduser(model)
+            check_model_name(name, {})
+            return name
+        if not sample_model.is_fetched():
             status.update(f"fetching {sample_model.NAME} (93 MB, once)")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        options = {name: value for name, value in options.items() if value is not None}
+        with naming(f"the sample model cannot be kept in {sample_model.folder()}"):
+            return sample_model.fetch()
+
+
+@contextmanager
+def open_engine(flags: EngineFlags, console: Console, params: Mapping[str, Any], max_num_seqs: int) -> Iterator[Engine]:
+    """An engine for the model that is named, in the dtype of its stored weights; raises what ``start`` does."""
+    options = {name: value for name, value in asdict(flags).items() if value is not None}
+    folder = start(options.pop("model", None), options.pop("threads", None), console, params)
+    with console.status("loading the model"):
+        import torch
+
+        from paged_backend.engine.engine import Engine
+
         if re.fullmatch(r"0?\.\d+", options.get("kv_cache_memory", "")):
             options["kv_cache_memory"] = float(options["kv_cache_memory"])
-        folder = model or sample_model.fetch()
-        engine = Engine.from_pretrained(folder, model_kwargs={"dtype": "auto", "device_map": device}, **options)
+        model_kwargs = {"dtype": "auto", "device_map": "cuda" if torch.cuda.is_available() else "cpu"}
+        engine = Engine.from_pretrained(folder, model_kwargs=model_kwargs, max_num_seqs=max_num_seqs, **options)
     with engine:
         yield engine

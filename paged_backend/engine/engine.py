@@ -236,7 +236,7 @@ class Engine(Exclusive):
         )
         for request, num_blocks in step.preempted:
             self._notify("request_preempted", request=request.view, num_blocks=num_blocks)
-        self._notify("step_finished", stats=stats)
+        self._notify("step_finished", engine=self, stats=stats)
         return outputs
 
     @alone

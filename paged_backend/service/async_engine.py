@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Unpack
 
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.exclusive import StaysHere
 from paged_backend.engine.intake import Prompt
 from paged_backend.errors import ConfigError, EngineClosed
-from paged_backend.request.request import Request
+from paged_backend.request.options import RequestOptions
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.service.engine_thread import EXIT_PATIENCE_S, EngineThread
 from paged_backend.service.handle import Handle
@@ -51,42 +51,21 @@ class AsyncEngine(StaysHere):
         self,
         prompt: Prompt,
         params: SamplingParams | Mapping[str, Any] | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        timeout_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        client_id: str | None = None,
-        cache_salt: str | None = None,
-        stop_condition: Callable[[Request], bool] | None = None,
-        metadata: Any = None,
+        **options: Unpack[RequestOptions],
     ) -> Handle:
         """Queue a prompt and return at once; the arguments are those of ``Engine.add_request``, seconds count from now.
 
         Texts are tokenised in the calling thread, so that the running batch does not wait for it.
 
         Raises QueueFull when ``max_waiting`` requests wait, RequestRefused (ContextOverflow when it could never fit),
-        EngineClosed before ``start`` and after ``close``, EngineFailed after the thread died.
+        also for an option that there is not, EngineClosed before ``start`` and after ``close``, EngineFailed after the
+        thread died.
         """
         thread = self._running_thread()
         # Before the work of preparing it, which an overloaded service should be spared.
         thread.check_open()
         thread.check_queue()
-        request = self.engine.prepare(
-            prompt,
-            params,
-            request_id=request_id,
-            priority=priority,
-            deadline_s=deadline_s,
-            timeout_s=timeout_s,
-            queue_timeout_s=queue_timeout_s,
-            client_id=client_id,
-            cache_salt=cache_salt,
-            stop_condition=stop_condition,
-            metadata=metadata,
-        )
-        return Handle(thread.submit(request))
+        return Handle(thread.submit(self.engine.prepare(prompt, params, **options)))
 
     @property
     def num_unfinished(self) -> int:

@@ -129,10 +129,17 @@ def test_a_file_of_prompts_that_cannot_be_used_is_refused(content: str, message:
     assert message in result.output
 
 
+def test_a_byte_order_mark_before_the_prompts_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps(["a"]), encoding="utf-8-sig")
+    result = invoke("demo", "--prompts", str(file), "--model", str(tmp_path))
+    assert "holds no model" in result.output
+
+
 def test_a_model_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     result = invoke("demo", "--model", str(tmp_path / "nothing"))
     assert result.exit_code == 2
-    assert "nothing' does not exist" in result.output
+    assert f"there is no folder '{tmp_path / 'nothing'}'" in result.output
 
 
 def test_a_folder_without_a_model_is_told_to_the_demo_in_words(tmp_path: Path) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tiny_models import save_tiny
 from tiny_tokenizers import byte_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.cli.app import app
+from paged_backend.cli.chat import Conversation
 from paged_backend.service.async_engine import AsyncEngine
-from paged_backend.service.handle import DeltaStream
+from paged_backend.service.handle import Delta, DeltaStream
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +149,57 @@ def test_reset_forgets_and_help_is_no_question(folder, asked):
     result = chat(folder, ["hello", "/reset", "/help", "", "again", "/quit", "never"], "--max-tokens", "3")
     assert result.exit_code == 0
     assert asked == ["user: hello\nassistant:", "user: again\nassistant:"]
+
+
+def test_lines_that_begin_as_a_command_does_but_are_none_are_said(folder, asked):
+    result = chat(folder, ["/etc/passwd is a file", "/", "/quit it", "/Reset"], "--max-tokens", "1")
+    assert result.exit_code == 0
+    said = [text.rpartition("user: ")[2] for text in asked]
+    assert said == [f"{line}\nassistant:" for line in ("/etc/passwd is a file", "/", "/quit it", "/Reset")]
+
+
+def test_a_byte_order_mark_is_not_said(folder, asked):
+    chat(folder, ["\ufeffhello"], "--max-tokens", "1")
+    assert asked == ["user: hello\nassistant:"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_cannot_write_an_answer_or_a_question_does_not_end_the_chat(folder, monkeypatch, encoding):
+    def answer(self):
+        said = self._messages[-1]["content"]
+        return [Delta(f"{said} is 日本 {said!a}", [1])]
+
+    monkeypatch.setattr(Conversation, "_submit", answer)
+    # What is said to be ASCII writes UTF-8 more often than not.
+    said = "Größe\nagain\n".encode("latin-1" if encoding == "latin-1" else "utf-8") + b"\xff\n"
+    runner = CliRunner(charset=encoding, env={"COLUMNS": "200", "TERM": "dumb"})
+    options = ["--model", folder, "--kv-cache-memory", "4MiB", "--threads", "1"]
+    result = runner.invoke(app, ["chat", *options], input=said)
+    assert result.exit_code == 0, result.output
+    assert r"'Gr\xf6\xdfe'" in result.output
+    assert "again is ?? 'again'" in result.output
+
+
+def test_a_template_that_refuses_the_conversation_does_not_end_the_chat(folder, asked, monkeypatch):
+    refusing = ["the roles must alternate"]
+    apply = PreTrainedTokenizerFast.apply_chat_template
+
+    def refuse_once(self, *args, **options):
+        if refusing:
+            raise ValueError(refusing.pop())
+        return apply(self, *args, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", refuse_once)
+    result = chat(folder, ["hello", "again"], "--max-tokens", "1")
+    assert "the model's chat template refuses the conversation: the roles must alternate" in result.output
+    assert asked == ["user: again\nassistant:"]
+
+
+def test_a_closed_standard_input_is_told_in_words(folder):
+    code = "import sys\nsys.stdin = None\nfrom paged_backend.cli.app import run\nrun()"
+    result = subprocess.run([sys.executable, "-c", code, "chat", "--model", folder], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "error: the standard stream is closed; a chat reads from it" in result.stderr
 
 
 def test_a_conversation_beyond_the_models_length_loses_its_beginning(folder, asked):

@@ -16,8 +16,9 @@ from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
+from paged_backend import Engine, SamplingParams
+from paged_backend.cli.answers import open_output
 from paged_backend.cli.app import app
-from paged_backend.cli.generate import open_output
 from paged_backend.errors import ConfigError
 from paged_backend.service.async_engine import AsyncEngine
 
@@ -170,6 +171,11 @@ def test_a_file_that_holds_something_else_is_left_alone(folder, prompts, tmp_pat
         ("what is this?", "line 1 is not JSON"),
         ('{"text": "a"}', 'line 1 is no JSON object with "prompt"'),
         ('{"prompt": "a", "params": 3}', '"params" of line 1 must be a JSON object'),
+        ('{"prompt": "a", "options": []}', '"options" of line 1 must be a JSON object'),
+        (
+            '{"prompt": "a", "options": {"prompt": 1}}',
+            "\"options\" of line 1 has the unknown key 'prompt'; it may have",
+        ),
     ],
 )
 def test_json_lines_that_cannot_be_used_are_refused(folder, line, message):
@@ -202,7 +208,7 @@ def test_no_more_prompts_are_read_than_are_needed_to_keep_the_batch_full(folder,
         (b'{"prompt": "a", "id": true}\n', '"id" of line 1 must be a text or a whole number'),
         (
             b'{"prompt": "a"}\n{"prompt": "b", "parms": {}}\n',
-            "line 2 has the unknown key 'parms'; it may have prompt, params, id",
+            "line 2 has the unknown key 'parms'; it may have prompt, params, options, id",
         ),
     ],
 )
@@ -225,12 +231,17 @@ def test_input_that_turns_out_binary_is_told_in_words(folder):
     ("arguments", "message"),
     [
         (["--top-p", "0"], "top_p must be above 0"),
-        (["--top-p", "nan"], "top_p must be above 0 and at most 1, got nan"),
-        (["--temperature", "nan"], "temperature must be a number of at least 0, got nan"),
+        (["--top-p", "nan"], "top_p must be a number from 0 to 1, got nan"),
+        (["--temperature", "nan"], "temperature must be a number from 0 to 100000, got nan"),
         (["--threads", "100000"], "1024"),
+        (["--scheduler-options", "{batch: 4}"], "{batch: 4} is not JSON"),
+        (["--eviction-options", "4"], '4 is no JSON object; give one such as {"batch": 4}'),
+        (["--scheduler-options", '{"speed": 3}'], "Fifo has no option 'speed'"),
+        (["--eviction", "nobody"], "unknown eviction 'nobody'"),
+        (["--attention-backend", "nobody"], "unknown attention_backend 'nobody'"),
         (["--scheduler", "nobody"], "unknown scheduler 'nobody'"),
         (["--kv-cache-memory", "0.5"], "share of a GPU's free memory"),
-        (["--output", "/dev/full"], "No space left"),
+        (["--output", "/dev/full"], "error: the output /dev/full cannot be written: No space left on device"),
         (["--output", "no such folder/answers.jsonl"], "the output no such folder/answers.jsonl cannot be written"),
     ],
 )
@@ -242,6 +253,95 @@ def test_what_cannot_be_done_is_told_in_words(folder, prompts, arguments, messag
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_engine_is_given_what_the_flags_name(folder, monkeypatch):
+    given, loading = {}, Engine.from_pretrained
+    monkeypatch.setattr(
+        Engine, "from_pretrained", lambda *args, **options: given.update(options) or loading(*args, **options)
+    )
+    arguments = ["--scheduler", "static", "--scheduler-options", '{"batch": 2}', "--eviction", "slru"]
+    arguments += ["--eviction-options", '{"protected": 0.5}', "--attention-backend", "reference"]
+    assert generate(folder, *arguments, stdin="hello").exit_code == 0
+    assert given["scheduler"] == "static"
+    assert given["scheduler_options"] == {"batch": 2}
+    assert given["eviction"] == "slru"
+    assert given["eviction_options"] == {"protected": 0.5}
+    assert given["attention_backend"] == "reference"
+
+
+def test_all_samples_and_their_logprobs_are_written_and_count_as_an_answer(folder, tmp_path):
+    path, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    params = {"n": 3, "temperature": 1.0, "seed": 5, "logprobs": 2, "max_tokens": 4, "ignore_eos": True}
+    path.write_text(json.dumps({"prompt": PROMPTS[0], "params": params}) + "\n")
+    assert generate(folder, path, "--output", output).exit_code == 0
+    row = records(output.read_text())[0]
+    with Engine.from_pretrained(folder, kv_cache_memory="4MiB", model_kwargs={"dtype": "auto"}) as engine:
+        outputs = engine.generate(PROMPTS[0], SamplingParams(**params))
+    assert [sample["text"] for sample in row["samples"]] == [output.text for output in outputs]
+    for sample, expected in zip(row["samples"], outputs, strict=True):
+        assert sample["token_ids"] == expected.token_ids
+        assert sample["num_tokens"] == len(sample["logprobs"]) == 4
+        for written, there in zip(sample["logprobs"], expected.logprobs, strict=True):
+            assert {int(token): p for token, p in written.items()} == pytest.approx(there)
+    assert "text" not in row
+    assert "1 were there already" in generate(folder, path, "--output", output).stderr
+
+
+def test_a_logprob_of_what_could_not_be_drawn_is_null_for_json_has_no_infinity(folder):
+    params = {"logprobs": 256, "logprobs_mode": "processed", "temperature": 1.0, "top_k": 2, "max_tokens": 1}
+    result = generate(folder, "--jsonl", stdin=json.dumps({"prompt": "hello", "params": params}))
+    assert "Infinity" not in result.stdout
+    (entry,) = records(result.stdout)[0]["logprobs"]
+    assert sum(p is not None for p in entry.values()) == 2
+
+
+def test_logit_bias_from_json_has_token_ids_for_keys(folder):
+    line = {"prompt": "hello", "params": {"logit_bias": {"70": 100.0}, "max_tokens": 2}}
+    rows = records(generate(folder, "--jsonl", stdin=json.dumps(line)).stdout)
+    assert rows[0]["text"] == AutoTokenizer.from_pretrained(folder).decode([70, 70])
+
+
+@pytest.mark.parametrize("key", ["x", "-1", "1.5", "", "007", "٣", "9" * 5000])
+def test_a_key_of_logit_bias_that_is_no_token_id_fails_its_prompt_alone(folder, key):
+    lines = [{"prompt": "a", "params": {"logit_bias": {key: 1.0}}}, {"prompt": "b"}]
+    result = generate(folder, "--jsonl", stdin="\n".join(map(json.dumps, lines)))
+    rows = records(result.stdout)
+    assert rows[0]["error"].startswith('logit_bias must map token ids to numbers, as in {"42": -1.5}, got the key')
+    assert "text" in rows[1]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(folder, expected, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS), encoding="utf-8-sig")
+    rows = records(generate(folder, path).stdout)
+    assert [rows[index]["prompt"] for index in range(5)] == PROMPTS
+    assert texts(rows) == expected
+    stdin = json.dumps({"prompt": PROMPTS[0]}).encode("utf-8-sig")
+    assert records(generate(folder, "--jsonl", stdin=stdin).stdout)[0]["text"] == expected[0]
+
+
+def test_options_of_a_request_reach_the_engine_and_one_that_cannot_be_used_fails_its_prompt_alone(folder, monkeypatch):
+    seen, submit = [], AsyncEngine.submit
+    monkeypatch.setattr(
+        AsyncEngine, "submit", lambda self, *args, **options: seen.append(options) or submit(self, *args, **options)
+    )
+    options = {"priority": -1, "deadline_s": 60.0, "client_id": "ann"}
+    lines = [{"prompt": "a", "options": options}, {"prompt": "b", "options": {"priority": "high"}}, {"prompt": "c"}]
+    rows = records(generate(folder, "--jsonl", stdin="\n".join(map(json.dumps, lines))).stdout)
+    assert seen == [options, {"priority": "high"}, {}]
+    assert "text" in rows[0]
+    assert "priority must be an int" in rows[1]["error"]
+    assert "text" in rows[2]
+
+
+def test_an_answer_that_the_policy_gave_up_is_a_failure_that_is_tried_again(folder, tmp_path):
+    path, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "options": {"timeout_s": 1e-9}}) + "\n")
+    result = generate(folder, path, "--output", output)
+    assert result.exit_code == 1
+    assert "it was not done in time" in records(output.read_text())[0]["error"]
+    assert "0 were there already" in generate(folder, path, "--output", output).stderr
 
 
 def test_a_folder_that_is_no_model_is_told_in_words(prompts, tmp_path):
@@ -321,7 +421,7 @@ def test_a_lock_goes_with_the_process_that_held_it(tmp_path):
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from paged_backend.cli.generate import open_output\n"
+        "from paged_backend.cli.answers import open_output\n"
         "target, _ = open_output(Path(sys.argv[1]))\n"
         "print('locked', flush=True)\n"
         "time.sleep(60)"

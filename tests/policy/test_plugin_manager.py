@@ -147,7 +147,8 @@ def test_an_object_with_a_misspelt_hook_is_named_once_by_its_class():
 
 
 @pytest.mark.parametrize(
-    ("hook", "allowed"), [("step_finished", "stats"), ("admit_request", "request, stats"), ("register_evictions", "re")]
+    ("hook", "allowed"),
+    [("step_finished", "engine, stats"), ("admit_request", "request, stats"), ("register_evictions", "re")],
 )
 def test_misspelt_argument_names_the_plugin_the_hook_and_the_arguments_there_are(hook, allowed):
     clumsy = plugin(**{hook: lambda statistics: None})
@@ -379,7 +380,7 @@ def test_every_listener_hears_although_one_raises(manager):
 
     plugins = [plugin(step_finished=fail), plugin(step_finished=lambda stats: heard.append(stats))]
     manager = PluginManager(plugins, load_entry_points=False)
-    manager.notify("step_finished", lambda *args: errors.append(args), stats=5)
+    manager.notify("step_finished", lambda *args: errors.append(args), engine=None, stats=5)
     assert heard == [5]
     assert [(name, str(error)) for name, _, error in errors] == [("types.SimpleNamespace", "broken")]
     assert manager.listens("step_finished")
@@ -389,10 +390,10 @@ def test_every_listener_hears_although_one_raises(manager):
 def test_hook_calls_can_be_traced(monkeypatch, capsys):
     monkeypatch.setenv(TRACE_VARIABLE, "1")
     manager = PluginManager([plugin(step_finished=lambda stats: None)], load_entry_points=False)
-    manager.notify("step_finished", print, stats=5)
+    manager.notify("step_finished", print, engine=None, stats=5)
     traced = capsys.readouterr().err
     assert "paged_backend.plugins.schedulers: register_schedulers" in traced
-    assert "step_finished(stats=5)" in traced
+    assert "step_finished(engine=None, stats=5)" in traced
 
 
 @pytest.fixture(scope="module")

@@ -178,6 +178,13 @@ def test_event_loops_in_several_threads_each_get_their_own(llama, engine):
 # Deltas
 
 
+def test_an_option_that_there_is_not_is_refused_as_add_request_refuses_it(engine):
+    with AsyncEngine(engine) as service:
+        with pytest.raises(RequestRefused, match="unknown request option 'prio'; choose from request_id, priority"):
+            service.submit([5, 6, 7], prio=1)
+        assert service.submit([5, 6, 7], priority=-1, metadata="mine").result().finish_reason is not None
+
+
 def test_deltas_join_to_the_output_and_say_why_it_ended(engine):
     with AsyncEngine(engine) as service:
         handle = service.submit("hello", greedy(20))
