@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from paged_backend.model.position_limit import far_positions
 # The layers that keep keys and values per token, or nothing at all. The others keep a state of their own, or read
 # a selection of the keys.
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
+_DYNAMICALLY_QUANTISED = "torch.ao.nn.quantized.dynamic"
 _SHARDED_MODULES = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 
 
@@ -232,6 +234,11 @@ def _check_kind(model: PreTrainedModel) -> None:
     others = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
     if others:
         raise Unprovable(f"layers of type {', '.join(others)} keep more than keys and values, or read a part of them")
+    if any(type(module).__module__.startswith(_DYNAMICALLY_QUANTISED) for module in model.modules()):
+        raise Unprovable(
+            "its layers were quantised by quantize_dynamic, and round what they are given by the largest number of the "
+            "whole pass, so that requests would change one another; give the model as it was, with quantize='int8'"
+        )
     if any(_SHARDED_MODULES & {base.__name__ for base in type(module).__mro__} for module in model.modules()):
         raise Unprovable("its parameters are sharded by FSDP")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -243,7 +250,8 @@ def _check_kind(model: PreTrainedModel) -> None:
 
 def _device_of(module: nn.Module, root: nn.Module) -> torch.device:
     """Where ``module`` computes: with its weights, or where accelerate's hook takes them when they are offloaded."""
-    device = next(module.parameters()).device
+    # A head may have no weights of its own.
+    device = next(itertools.chain(module.parameters(), root.parameters())).device
     if device.type != "meta":
         return device
     hooks = accelerate_hooks(module) + accelerate_hooks(root)
