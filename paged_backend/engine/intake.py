@@ -147,9 +147,10 @@ class Intake:
         served, total = self._loader.served, num_prompt_tokens + max_tokens
         what = f"a prompt of {num_prompt_tokens} tokens and max_tokens={max_tokens}"
         if served.max_model_len is not None and total > served.max_model_len:
+            why = f" ({served.twin.bound_reason})" if served.twin.bound_reason else ""
             raise ContextOverflow(
                 f"{what} come to {total}, beyond the {served.max_model_len} positions of the model or of "
-                "max_model_len; shorten the prompt, or lower max_tokens (max_new_tokens in generate)"
+                f"max_model_len{why}; shorten the prompt, or lower max_tokens (max_new_tokens in generate)"
             )
         shortage = served.blocks.shortage(total)
         if shortage is not None and not served.elastic:

@@ -129,9 +129,20 @@ class ServedModel:
         return swaps
 
     def _length_limit(self) -> int | None:
-        hard, asked = self.twin.max_positions, self.config.max_model_len
+        hard, asked, why = self.twin.max_positions, self.config.max_model_len, self.twin.bound_reason
         if asked is not None and hard is not None and asked > hard:
-            raise ConfigError(f"max_model_len={asked} is beyond the {hard} positions that the model has; lower it")
+            reason = f" ({why})" if why else ""
+            raise ConfigError(
+                f"max_model_len={asked} is beyond the {hard} positions that the model has{reason}; lower it"
+            )
+        # Such a model may go by a token's place in the pack, which then must not be beyond its positions either.
+        longest = self.config.max_num_batched_tokens + self.config.max_num_seqs
+        if why and hard is not None and longest > hard:
+            raise ConfigError(
+                f"a step of max_num_batched_tokens={self.config.max_num_batched_tokens} and "
+                f"max_num_seqs={self.config.max_num_seqs} may hold {longest} tokens, beyond the {hard} positions for "
+                f"which the model is proven ({why}); lower them"
+            )
         if asked is not None:
             return asked
         limits = [hard] if self.elastic else [hard, self.twin.advertised_positions]

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from paged_backend.kernels import FULL, MaskRule
 from paged_backend.memory.kv_cache import LayerSpec
-from paged_backend.model.position_limit import PositionTables, rope_limit
+from paged_backend.model.packed_past import ClaimedPast, PackedPast
+from paged_backend.model.position_limit import FAR, PositionTables, rope_limit
 
 PROBE_NAME = "paged_backend_probe"
 # Above zero, see PositionTables.
@@ -23,8 +24,11 @@ _FAR = 1 << 20
 # A mask handed to a layer is filled with the number of its rule; 0 and 1 could come out of a conversion to bool.
 _FIRST_TAG = 2
 
-# Runs the model on (input_ids, positions), both [num_tokens].
-Forward = Callable[[torch.Tensor, torch.Tensor], Any]
+# What a cache may change of the states that a token brings to attention: the same operations run on the same numbers.
+_SAME = 1e-3
+
+# Runs the model on (input_ids, positions), both [num_tokens], and a cache or None.
+Forward = Callable[[torch.Tensor, torch.Tensor, Cache | None], Any]
 
 
 class Unprovable(Exception):
@@ -53,23 +57,35 @@ class _Recording:
 
 @dataclass(frozen=True)
 class LayerProbe:
-    """The attention modules in the order in which they run, what each does, and the tokens its positions allow."""
+    """The attention modules in the order in which they run, what each does, and the tokens its positions allow.
+
+    end: the positions below which it was run. reads_past: whether the model asks its cache how many tokens came
+    before. bound_reason: why positions end where they do, if it is only that they cannot be proven beyond.
+    """
 
     modules: list[nn.Module]
     layers: list[LayerSpec]
     max_positions: int | None
+    end: int
+    reads_past: bool
+    bound_reason: str | None
 
 
 _recording: ContextVar[_Recording] = ContextVar("paged_backend_recording")
 
 
 def probe_layers(
-    model: PreTrainedModel, forward: Forward, token_ids: torch.Tensor, advertised_positions: int | None
+    model: PreTrainedModel,
+    forward: Forward,
+    token_ids: torch.Tensor,
+    advertised_positions: int | None,
+    *,
+    takes_cache: bool = True,
 ) -> LayerProbe:
     """Run ``forward`` on ``model``, whose attention implementation is ``PROBE_NAME``, and describe its layers.
 
-    ``token_ids`` is ``[num_tokens]``. Raises Unprovable with the reason when attention is not called in a way that
-    blocks can serve.
+    ``token_ids`` is ``[num_tokens]``. takes_cache: whether ``forward`` can be given one. Raises Unprovable with the
+    reason when attention is not called in a way that blocks can serve.
     """
     if advertised_positions is not None:
         token_ids = token_ids[: max(2, advertised_positions - _FIRST_POSITION)]
@@ -92,15 +108,27 @@ def probe_layers(
         raise Unprovable("its attention never goes through transformers' AttentionInterface")
     _check_layer_indices(modules, layers)
 
-    max_positions = _independent_positions(forward, token_ids, recording, layers, max_positions, advertised_positions)
-    return LayerProbe(modules, layers, max_positions)
+    passes = _FarPasses(model, forward, token_ids, modules, layers, takes_cache=takes_cache)
+    end, is_limit = _last_position(passes, max_positions, advertised_positions)
+    if is_limit:
+        max_positions = end
+    _check_independence(recording, passes.packed(end), layers, end)
+    reads_past, bound_reason = False, None
+    if passes.past_matters(end):
+        reads_past = passes.can_tell_past(end)
+        if not reads_past:
+            max_positions = end = passes.bound(end)
+            bound_reason = f"from position {end} on it goes by the length of its own cache, and there is none on blocks"
+    return LayerProbe(modules, layers, max_positions, end, reads_past, bound_reason)
 
 
-def _record(forward: Forward, token_ids: torch.Tensor, positions: torch.Tensor) -> _Recording:
+def _record(
+    forward: Forward, token_ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None = None
+) -> _Recording:
     recording = _Recording(positions)
     token = _recording.set(recording)
     try:
-        forward(token_ids, positions)
+        forward(token_ids, positions, cache)
     finally:
         _recording.reset(token)
     return recording
@@ -237,47 +265,128 @@ def _check_layer_indices(modules: list[nn.Module], layers: list[LayerSpec]) -> N
         owners[index] = layer.name
 
 
-def _independent_positions(
-    forward: Forward,
-    token_ids: torch.Tensor,
-    near: _Recording,
-    layers: list[LayerSpec],
-    max_positions: int | None,
-    advertised_positions: int | None,
-) -> int | None:
-    """Check that far positions of batch mates leave a token's keys alone, unlike RoPE that reads their maximum.
+class _FarPasses:
+    """Passes over tokens of which the first half are at the first positions, and the others at the last before an end.
 
-    Attention gives zeros while recording, so only such a model lets one token change another's keys. Returns
-    ``max_positions``, or ``advertised_positions`` where positions beyond them fail.
+    Without a cache, as on blocks; and with one of as many tokens as come before the others, as in stock ``generate``.
     """
-    advertised = advertised_positions or _FAR
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forward: Forward,
+        token_ids: torch.Tensor,
+        modules: list[nn.Module],
+        layers: list[LayerSpec],
+        *,
+        takes_cache: bool,
+    ) -> None:
+        self._config, self._forward, self._ids, self._takes_cache = model.config, forward, token_ids, takes_cache
+        self._half = token_ids.numel() // 2
+        self.on_cpu = token_ids.device.type == "cpu"
+        indices = [getattr(module, "layer_idx", None) for module in modules]
+        self._devices = {index: layer.device for index, layer in zip(indices, layers, strict=True) if index is not None}
+        self._packed: dict[int, _Recording] = {}
+        self._claimed: dict[int, _Recording] = {}
+
+    def run(self, end: int) -> None:
+        """Run the tokens up to ``end``, with a cache if there can be one, and once more without it if it was asked."""
+        if self._takes_cache:
+            cache = ClaimedPast(end - self._ids.numel(), self._config)
+            try:
+                recording = self._record(end, cache)
+            except Exception:
+                # Without a cache it tells whether that is because of the cache or of the positions.
+                recording = None
+            if recording is not None and not cache.was_asked:
+                self._packed[end] = recording
+                return
+            if recording is not None:
+                self._claimed[end] = recording
+        self._packed[end] = self._record(end)
+
+    def packed(self, end: int) -> _Recording:
+        """What blocks would see."""
+        if end not in self._packed:
+            self.run(end)
+        return self._packed[end]
+
+    def past_matters(self, end: int) -> bool:
+        """Whether the tokens before ``end`` come out otherwise with a cache."""
+        packed = self.packed(end)
+        return end in self._claimed and self._differ(packed, self._claimed[end])
+
+    def can_tell_past(self, end: int) -> bool:
+        """Whether they come out as with a cache if each token of a pack is told its own number of tokens before it."""
+        try:
+            told = self._record(end, PackedPast(self._positions(end), self._devices))
+        except Exception:
+            return False
+        return not self._differ(told, self._claimed[end])
+
+    def bound(self, end: int) -> int:
+        """The positions below which a cache changes nothing, given that it does before ``end``."""
+        low = self._ids.numel()
+        while end - low > 1:
+            middle = (low + end) // 2
+            low, end = (low, middle) if self.past_matters(middle) else (middle, end)
+        return low
+
+    def _positions(self, end: int) -> torch.Tensor:
+        positions = torch.arange(end - self._ids.numel(), end, device=self._ids.device)
+        positions[: self._half] = torch.arange(_FIRST_POSITION, _FIRST_POSITION + self._half)
+        return positions
+
+    def _record(self, end: int, cache: Cache | None = None) -> _Recording:
+        return _record(self._forward, self._ids, self._positions(end), cache)
+
+    def _differ(self, packed: _Recording, claimed: _Recording) -> bool:
+        if len(packed.calls) != len(claimed.calls):
+            return True
+        return any(
+            _change(getattr(a, name)[:, :, self._half :], getattr(b, name)[:, :, self._half :]) > _SAME
+            for a, b in zip(packed.calls, claimed.calls, strict=True)
+            for name in ("query", "key", "value")
+        )
+
+
+def _last_position(passes: _FarPasses, max_positions: int | None, advertised_positions: int | None) -> tuple[int, bool]:
+    """Where far positions end, and whether that is a limit because those beyond fail.
+
+    They end at ``max_positions``, else beyond ``advertised_positions``, or with them where those beyond fail.
+    """
+    advertised = advertised_positions or FAR
     # Past the end of a table that went unnoticed, a look-up raises on a CPU but ruins an accelerator's context.
-    beyond = 4 * advertised if token_ids.device.type == "cpu" else advertised
-    positions = near.positions.clone()
-    half = positions.numel() // 2
-
-    def move_second_half(end: int) -> _Recording:
-        positions[half:] = torch.arange(end + half - positions.numel(), end, device=positions.device)
-        return _record(forward, token_ids, positions)
-
+    end = max_positions or (max(4 * advertised, FAR) if passes.on_cpu else advertised)
     try:
-        far = move_second_half(max_positions or beyond)
+        passes.run(end)
     except Unprovable:
         raise
     except Exception:
         if max_positions is not None:
             raise
-        max_positions = advertised
-        far = move_second_half(max_positions)
+        return advertised, True
+    return end, False
+
+
+def _check_independence(near: _Recording, far: _Recording, layers: list[LayerSpec], end: int) -> None:
+    """Check that far positions of batch mates leave a token's keys alone, unlike RoPE that reads their maximum.
+
+    Attention gives zeros while recording, so only such a model lets one token change another's keys.
+    """
     if len(far.calls) != len(near.calls):
         raise Unprovable("it does not call attention the same number of times in every forward pass")
+    half = near.positions.numel() // 2
     for layer, before, after in zip(layers, near.calls, far.calls, strict=True):
         for name in ("query", "key", "value"):
-            old, new = (getattr(call, name)[:, :, :half].float() for call in (before, after))
             # Rounding may differ: a far token may make a mixture of experts group its tokens otherwise.
-            if (old - new).norm() > 0.05 * old.norm():
+            if _change(getattr(before, name)[:, :, :half], getattr(after, name)[:, :, :half]) > 0.05:
                 raise Unprovable(
-                    f"{name} states of a request in {layer.name} change when another request is at position "
-                    f"{int(positions[-1])}"
+                    f"{name} states of a request in {layer.name} change when another request is at position {end - 1}"
                 )
-    return max_positions
+
+
+def _change(old: torch.Tensor, new: torch.Tensor) -> float:
+    """The distance of ``new`` as a share of ``old``; infinite where one of them is no number."""
+    change = ((old.float() - new.float()).norm() / old.float().norm().clamp_min(1e-30)).item()
+    return change if change == change else torch.inf

@@ -1,4 +1,4 @@
-"""How many tokens the positions of a model allow: the end of a look-up table, or of RoPE's original regime."""
+"""How many tokens the positions of a model allow, and at which positions it may begin to compute otherwise."""
 
 from __future__ import annotations
 
@@ -28,6 +28,29 @@ def rope_limit(model: nn.Module) -> int | None:
             elif isinstance(kind, str) and "dynamic" in kind:
                 limits.append(int(module.original_max_seq_len))
     return min(limits, default=None)
+
+
+# Positions are tried up to this one where a model states no number of them.
+FAR = 1 << 20
+# A number of a configuration that may tell where positions begin to count otherwise has one of these in its name.
+_POSITION_WORDS = ("position", "floor", "seq_len", "context", "ctx")
+
+
+def far_positions(config: Any, end: int, count: int) -> list[int]:
+    """The ``count`` farthest of the positions below ``end`` at which a model may compute otherwise than before.
+
+    Those are the last one, the numbers of the configuration that tell of positions, and the powers of two.
+    """
+    found = {end - 1} | {1 << power for power in range(end.bit_length())}
+    pending = [config.to_dict()]
+    while pending:
+        for name, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            elif type(value) is int and any(word in name for word in _POSITION_WORDS):
+                found |= {value - 1, value}
+    far = sorted((position for position in found if 0 <= position < end), reverse=True)
+    return [far[index % len(far)] for index in range(count)]
 
 
 class PositionTables(TorchFunctionMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from paged_backend.errors import UnsupportedModel
 from paged_backend.memory.kv_cache import LayerSpec
@@ -20,15 +21,22 @@ from paged_backend.model.fingerprint import Fingerprint
 from paged_backend.model.foreign_code import hooked, patched
 from paged_backend.model.layer_probe import PROBE_NAME, Unprovable, probe_layers
 from paged_backend.model.model_copy import accelerate_hooks, copy_model, plain_model
+from paged_backend.model.packed_past import PackedPast
+from paged_backend.model.position_limit import far_positions
 
 # The layers that keep keys and values per token, or nothing at all. The others keep a state of their own, or read
 # a selection of the keys.
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
+_DYNAMICALLY_QUANTISED = "torch.ao.nn.quantized.dynamic"
 _SHARDED_MODULES = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 
 
 class ExpandedCacheWarning(UserWarning):
     """Latent attention (MLA) is served, but its keys and values are cached expanded, not as the small latent."""
+
+
+class BoundedPositionsWarning(UserWarning):
+    """A model is served up to a position only, beyond which it cannot be proven to compute the same on blocks."""
 
 
 class Twin:
@@ -38,9 +46,10 @@ class Twin:
     places in stock ``generate``'s cache, None where the module does not say. device: where token ids go. dtype: of
     keys and values. vocab_size: rows of the input embedding. max_positions: tokens that the model's positions allow,
     None without a hard limit (a learned table ends; longrope and dynamic NTK scaling read the longest request of a
-    batch, so they are held to their original length). advertised_positions: the config's ``max_position_embeddings``.
-    foreign_code: where hooks or patches of the user's own take part, which may change what they do at any time, in
-    words, or None; patched: only those that are not on the model itself but on its classes and functions.
+    batch, so they are held to their original length). bound_reason: why they end there, if it is that the model cannot
+    be proven beyond. advertised_positions: the config's ``max_position_embeddings``. foreign_code: where hooks or
+    patches of the user's own take part, which may change what they do at any time, in words, or None; patched: only
+    those that are not on the model itself but on its classes and functions.
 
     Forward hooks of the model run on the copy too, on packed tokens ``[1, num_tokens, ...]``. A twin is as good as the
     model was when it was made: ``stale_reason`` says whether that still holds.
@@ -73,6 +82,13 @@ class Twin:
                 stacklevel=2,
             )
 
+        if self.bound_reason:
+            warnings.warn(
+                f"{type(plain).__name__} is served for up to {self.max_positions} tokens: {self.bound_reason}",
+                BoundedPositionsWarning,
+                stacklevel=2,
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
         # A model that somehow holds its own twin must not copy it into the next.
         return self
@@ -94,15 +110,28 @@ class Twin:
         width = getattr(embedding, "embedding_dim", None)
         self.embedding_dim: int | None = width if "inputs_embeds" in parameters else None
 
+        # The second name is that of earlier versions of transformers.
+        self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+        self._reads_past = False
+
         self._set_attention(PROBE_NAME)
         with torch.inference_mode():
             ids = torch.tensor(self.sample_token_ids(16), device=self.device)
-            probe = probe_layers(module, self._logits_of_first, ids, self.advertised_positions)
+            probe = probe_layers(
+                module,
+                self._logits_of_first,
+                ids,
+                self.advertised_positions,
+                takes_cache=self._cache_name is not None,
+            )
         self._set_attention(ATTENTION_NAME)
         self.attention_modules = probe.modules
         self.layers: list[LayerSpec] = probe.layers
         self.layer_indices: list[int | None] = [getattr(module, "layer_idx", None) for module in probe.modules]
-        self.max_positions = probe.max_positions
+        self.max_positions, self.bound_reason = probe.max_positions, probe.bound_reason
+        self._end, self._reads_past = probe.end, probe.reads_past
+        indexed = zip(self.layer_indices, self.layers, strict=True)
+        self._past_devices = {index: layer.device for index, layer in indexed if index is not None}
         self.dtype = self.layers[0].dtype
 
     def _set_attention(self, name: str) -> None:
@@ -127,6 +156,10 @@ class Twin:
         ordinary = [token for token in range(min(self.vocab_size, 1 << 15)) if token not in special]
         return np.random.default_rng(seed).choice(ordinary, count, replace=count > len(ordinary)).tolist()
 
+    def far_positions(self, count: int) -> list[int]:
+        """The ``count`` positions, farthest first, at which the model is likeliest to compute otherwise than before."""
+        return far_positions(self.module.config.get_text_config(decoder=True), self._end, count)
+
     def attach(self, layers: Sequence[PagedLayer]) -> None:
         """Hang each layer's blocks on its attention module, in the order of ``layers``."""
         for module, layer in zip(self.attention_modules, layers, strict=True):
@@ -150,16 +183,24 @@ class Twin:
             for place, given in embeds:
                 embedded[0, place : place + len(given)] = given
             inputs = {"inputs_embeds": embedded}
+        past = PackedPast(positions, self._past_devices) if self._reads_past else None
         rows = rows.to(self._head_device)
         if self._keeps_rows:
-            return self._forward(inputs, positions, logits_to_keep=rows)
-        return self._forward(inputs, positions)[rows]
+            return self._forward(inputs, positions, past, logits_to_keep=rows)
+        return self._forward(inputs, positions, past)[rows]
 
-    def _logits_of_first(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.logits(input_ids, positions, input_ids.new_zeros(1))
+    def _logits_of_first(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache | None = None
+    ) -> torch.Tensor:
+        rows = {"logits_to_keep": torch.zeros(1, dtype=torch.long, device=self._head_device)}
+        return self._forward({"input_ids": input_ids[None]}, positions, cache, **(rows if self._keeps_rows else {}))
 
-    def _forward(self, inputs: dict[str, Any], positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        # No cache is passed, whose name differs between versions of transformers, and none is made.
+    def _forward(
+        self, inputs: dict[str, Any], positions: torch.Tensor, cache: Cache | None, **kwargs: Any
+    ) -> torch.Tensor:
+        # Most models are given no cache, and make none.
+        if cache is not None and self._cache_name is not None:
+            kwargs[self._cache_name] = cache
         output = self.module(**inputs, position_ids=positions[None], use_cache=False, **kwargs)
         return logits_of(output)
 
@@ -206,6 +247,11 @@ def _check_kind(model: PreTrainedModel) -> None:
     others = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
     if others:
         raise Unprovable(f"layers of type {', '.join(others)} keep more than keys and values, or read a part of them")
+    if any(type(module).__module__.startswith(_DYNAMICALLY_QUANTISED) for module in model.modules()):
+        raise Unprovable(
+            "its layers were quantised by quantize_dynamic, and round what they are given by the largest number of the "
+            "whole pass, so that requests would change one another; give the model as it was, with quantize='int8'"
+        )
     if any(_SHARDED_MODULES & {base.__name__ for base in type(module).__mro__} for module in model.modules()):
         raise Unprovable("its parameters are sharded by FSDP")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -217,7 +263,8 @@ def _check_kind(model: PreTrainedModel) -> None:
 
 def _device_of(module: nn.Module, root: nn.Module) -> torch.device:
     """Where ``module`` computes: with its weights, or where accelerate's hook takes them when they are offloaded."""
-    device = next(module.parameters()).device
+    # A head may have no weights of its own.
+    device = next(itertools.chain(module.parameters(), root.parameters())).device
     if device.type != "meta":
         return device
     hooks = accelerate_hooks(module) + accelerate_hooks(root)

@@ -19,18 +19,24 @@ _SPREAD = 0.05
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """How the probe saw a module called: the one tensor given, the keywords, and what came back."""
+    """How the probe saw a module called: the one tensor given, the keywords, and what came back.
+
+    far: the keywords of a call for as many tokens at far positions, where the module attends.
+    """
 
     x: torch.Tensor
     kwargs: dict[str, Any]
     output: Any
+    far: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> ModuleCall:
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, far: dict[str, Any] | None = None
+    ) -> ModuleCall:
         """Raises NoMatch for any other call."""
         if len(args) != 1 or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
             raise NoMatch("it is not called with one tensor and keywords")
-        return cls(args[0], kwargs, output)
+        return cls(args[0], kwargs, output, far)
 
     def drawn(self) -> torch.Tensor:
         """Small numbers of the shape and dtype of the tensor given, always the same ones."""
@@ -55,12 +61,15 @@ class Trial:
     leniency: float = 1
 
     def distance(self, replacement: nn.Module) -> float:
-        """How far the replacement's results are from the original's, as a share of what that adds to the base.
+        """How far the replacement's results are from the original's."""
+        return self.distance_of(first_tensor(replacement(self.x, **self.kwargs)))
+
+    def distance_of(self, actual: torch.Tensor) -> float:
+        """How far ``actual`` is from the original's results, as a share of what those add to the base.
 
         In the worst of the rows, where the median row counts five times: a single row may owe its distance to a number
         that rounding tipped.
         """
-        actual = first_tensor(replacement(self.x, **self.kwargs))
         rows, wanted = actual.double().flatten(0, -2), self.expected.double().flatten(0, -2)
         added = wanted if self.base is None else wanted - self.base.double().flatten(0, -2)
         distances = (rows - wanted).norm(dim=-1) / added.norm(dim=-1)

@@ -20,6 +20,8 @@ from paged_backend.swaps.weights import NoMatch, Packing, child_of, joined, num_
 _ATTENTION_NAMES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 # How much farther apart results may be for the model's own hidden states.
 _REAL_STATES = 5
+# The change of a layer's results that is no change: the same operations run on the same numbers.
+_SAME = 1e-3
 
 
 class FusedLayer(Fused):
@@ -108,6 +110,7 @@ class LayerSwap(SwapKind):
         known += num_parameters(mlp, *MLP_NAMES) + num_parameters(attention, *_ATTENTION_NAMES)
         if num_parameters(module) != known:
             raise NoMatch("it has weights that are not known")
+        _check_far(module, call)
         gates, down = pack_mlp(mlp, self.packing)
         output = self.packing.pack(*weight_of(child_of(attention, "o_proj")))
         weights = [_pack_qkv(attention, self.packing), output, gates, down]
@@ -128,8 +131,9 @@ class LayerSwap(SwapKind):
 
     def trials(self, module: nn.Module, call: ModuleCall) -> list[Trial]:
         drawn = call.drawn()
+        far = call.kwargs if call.far is None else call.far
         return [
-            Trial(drawn, call.kwargs, first_tensor(module.forward(drawn, **call.kwargs)), base=drawn),
+            Trial(drawn, far, first_tensor(module.forward(drawn, **far)), base=drawn),
             # On the model's own hidden states too, whose outliers make half precisions rounder.
             Trial(call.x, call.kwargs, first_tensor(call.output), base=call.x, leniency=_REAL_STATES),
         ]
@@ -141,6 +145,22 @@ KIND = LayerSwap
 def _attention_in(layer: nn.Module) -> nn.Module | None:
     """The child on which the probe hung a layer's blocks."""
     return next((child for child in layer.children() if "paged_layer" in child.__dict__), None)
+
+
+def _check_far(layer: nn.Module, call: ModuleCall) -> None:
+    """Raise NoMatch if the layer goes by positions otherwise than by the cosines and sines that C++ is given too.
+
+    Told by what it makes of the keywords of far positions beside the rotation of near ones; a factor that is 1 at small
+    positions, as that of Ministral's queries, shows nowhere else.
+    """
+    if call.far is None:
+        raise NoMatch("it was not called at far positions")
+    rotation = {name: value for name, value in call.kwargs.items() if name == "position_embeddings"}
+    expected = Trial(call.x, call.kwargs, first_tensor(call.output), base=call.x)
+    moved = expected.distance_of(first_tensor(layer.forward(call.x, **{**call.far, **rotation})))
+    # Written so that NaN fails.
+    if not moved <= _SAME:
+        raise NoMatch(f"it goes by positions otherwise than by rotation: its results change by {moved:.1e} far out")
 
 
 def _has_rotation(call: ModuleCall) -> bool:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import ExitStack
+from typing import Any
+
 import numpy as np
 import torch
+from torch import nn
 
 from paged_backend.kernels import AttentionVariant, Backend
 from paged_backend.memory.kv_cache import KVCache, group_layers
@@ -13,7 +18,9 @@ from paged_backend.model.runner import ModelRunner
 from paged_backend.model.twin import Twin
 
 _BLOCK_SIZE = 5
-_LENGTHS = (19, 13, 8)
+# Those that fill the cache are as many tokens as those that run on it.
+_LENGTHS = (13, 10, 9)
+_FILLED = (12, 4)
 
 
 class Recorder(PagedLayer):
@@ -35,7 +42,8 @@ class Recorder(PagedLayer):
 class Probe:
     """A forward pass in which one sequence decodes, one goes on with a chunk of its prompt, and one begins.
 
-    A Recorder hangs on each attention module of the twin.
+    A Recorder hangs on each attention module of the twin. What came before was at far positions, and far holds the
+    keywords with which that called the modules that have attention among their children, by their ids.
     """
 
     def __init__(self, twin: Twin, backend: Backend, kv_dtype: torch.dtype | None) -> None:
@@ -46,15 +54,28 @@ class Probe:
         self.tables = np.random.default_rng(0).permutation(len(_LENGTHS) * width).astype(np.int32).reshape(-1, width)
         self.kv_cache = KVCache(twin.layers, groups, [self.tables.size] * len(groups), _BLOCK_SIZE, kv_dtype)
         self.runner = ModelRunner(twin, self.kv_cache, backend)
-        a, b, _ = self.sequences
-        self.runner.forward(self._batch([], [a[:-1], b[: len(b) // 2]], [0, 0]))
+        self.far: dict[int, dict[str, Any]] = {}
+        self._fill()
         twin.attach([Recorder(module.__dict__["paged_layer"]) for module in twin.attention_modules])
+
+    def _fill(self) -> None:
+        filled = [tokens[:count] for tokens, count in zip(self.sequences, _FILLED, strict=False)]
+        batch = self._batch([], filled, [0, 0])
+        positions = torch.tensor(self.twin.far_positions(batch.num_tokens), device=self.twin.device)
+
+        def note(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            self.far[id(module)] = kwargs
+
+        with ExitStack() as hooks:
+            for module in self.twin.module.modules():
+                if any("paged_layer" in child.__dict__ for child in module.children()):
+                    hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+            self.runner.forward(dataclasses.replace(batch, positions=positions))
 
     def run(self) -> None:
         """Run the pass."""
-        a, b, c = self.sequences
-        half = len(b) // 2
-        self.runner.forward(self._batch([(a[-1], len(a) - 1)], [b[half:], c], [half, 0]))
+        (a, b, c), (many, few) = self.sequences, _FILLED
+        self.runner.forward(self._batch([(a[many], many)], [b[few:], c], [few, 0]))
 
     def _batch(self, decodes: list[tuple[int, int]], chunks: list[list[int]], starts: list[int]) -> Batch:
         order = list(range(len(decodes) + len(chunks)))

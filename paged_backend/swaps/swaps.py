@@ -64,8 +64,8 @@ def swap_modules(
     """Replace modules of ``twin``: whole decoder layers, else gated MLPs, else linear layers and RMS norms.
 
     A kind proposes the replacement; it stays if it computes the same from drawn hidden states, in a batch of
-    decodes and prefill chunks. ``optimize="memory"`` replaces only what needs no copy of weights, ``"none"`` nothing,
-    and a list of kinds only those.
+    decodes and prefill chunks, and a layer at far positions too. ``optimize="memory"`` replaces only what needs no copy
+    of weights, ``"none"`` nothing, and a list of kinds only those.
     """
     swaps = Swaps()
     if optimize == "none":
@@ -102,7 +102,7 @@ class _Swapper:
     def run(self, name_of_kind: str) -> None:
         """Replace the modules of one kind that do not lie within one that was replaced before."""
         kind: SwapKind = importlib.import_module(f"paged_backend.swaps.{name_of_kind}").KIND(self.packing)
-        proof = _Proof(kind, self.rounding)
+        proof = _Proof(kind, self.probe, self.rounding)
         candidates: dict[str, nn.Module] = {}
         for name, module in self._open_modules():
             if kind.wants(module):
@@ -150,8 +150,8 @@ class _Proof:
     fused: what computes the same, by the module's name. reasons: why the others stay.
     """
 
-    def __init__(self, kind: SwapKind, rounding: float) -> None:
-        self.kind, self.rounding = kind, rounding
+    def __init__(self, kind: SwapKind, probe: Probe, rounding: float) -> None:
+        self.kind, self.probe, self.rounding = kind, probe, rounding
         self.fused: dict[str, Fused] = {}
         self.reasons: dict[str, str] = {}
         # A class whose modules compute something else is not packed and tried again for every layer.
@@ -166,7 +166,7 @@ class _Proof:
         try:
             if type(module) in self._hopeless:
                 raise NoMatch(self._hopeless[type(module)])
-            self.fused[name] = self._proven(module, ModuleCall.of(args, kwargs, output))
+            self.fused[name] = self._proven(module, ModuleCall.of(args, kwargs, output, self.probe.far.get(id(module))))
         except NoMatch as reason:
             self.reasons[name] = str(reason)
 

@@ -135,8 +135,23 @@ def test_rope_that_reads_the_longest_position_of_a_batch_is_refused_when_it_has_
         return type(self).forward(self, x, position_ids * (1 + position_ids.max() // 256))
 
     rope.forward = scaled.__get__(rope)
-    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* change when another request is at position 1023"):
+    with pytest.raises(
+        UnsupportedModel, match=r"LlamaForCausalLM .* change when another request is at position 1048575"
+    ):
         Twin(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization", "ignore:.*quantized tensor creation functions")
+def test_layers_that_round_activations_by_the_whole_pass_are_refused_by_name(tiny_model: TinyModel) -> None:
+    model = torch.ao.quantization.quantize_dynamic(tiny_model("llama"), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(UnsupportedModel, match=r"quantize_dynamic, .*quantize='int8'"):
+        Twin(model)
+
+
+def test_a_head_without_weights_computes_where_the_model_does(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama")
+    model.lm_head = torch.nn.Identity()
+    assert Twin(model).layers
 
 
 def test_the_twin_shares_weights_and_copies_what_a_forward_pass_writes(tiny_model: TinyModel) -> None:

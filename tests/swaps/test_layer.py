@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from oracle import draw_prompts, stock_greedy
 from swap_checks import PARTLY, WHOLE, stock_tokens, tokens
+from tiny_models import FAMILIES, draw_weights
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from paged_backend import Engine
+from paged_backend import Engine, SamplingParams
+from paged_backend.swaps import layer as layer_swap
 from paged_backend.swaps.layer import FusedLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore::paged_backend.model.twin.ExpandedCacheWarning")
@@ -96,3 +101,51 @@ def test_a_quantised_cache_keeps_layers_and_swaps_their_parts(tiny_model):
     assert "layer" not in stats.swaps_made
     assert stats.swaps_made["mlp"] == 3
     assert stats.swaps_refused["model.layers.0"] == "its cache is quantised"
+
+
+# Queries are scaled from this position on, and by 1 before.
+ORIGINAL = 64
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": ORIGINAL,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def ministral3(beta=0.1):
+    shape = {**FAMILIES["llama"][1], "max_position_embeddings": 16 * ORIGINAL, "sliding_window": None}
+    config = AutoConfig.for_model("ministral3", **shape, rope_parameters={**YARN, "llama_4_scaling_beta": beta})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    draw_weights(model)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_that_scales_its_queries_far_out_stays(dtype):
+    stats = Engine(ministral3().to(dtype)).stats()
+    assert "layer" not in stats.swaps_made
+    assert stats.swaps_made["mlp"] == 3
+    assert "goes by positions otherwise than by rotation" in stats.swaps_refused["model.layers.0"]
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.0])
+def test_tokens_far_out_are_stocks(beta):
+    model = ministral3(beta)
+    (prompt,) = draw_prompts([3 * ORIGINAL])
+    with Engine(model) as engine:
+        assert ("layer" in engine.stats().swaps_made) == (not beta)
+        (output,) = engine.generate([prompt], SamplingParams(max_tokens=10, ignore_eos=True))
+    assert output.token_ids == stock_greedy(model, prompt, 10)
+
+
+def test_a_swap_that_drops_the_scale_is_seen_by_its_numbers_too(monkeypatch):
+    monkeypatch.setattr(layer_swap, "_check_far", lambda *_: None)
+    stats = Engine(ministral3()).stats()
+    assert "layer" not in stats.swaps_made
+    assert "what C++ computes in its place" in stats.swaps_refused["model.layers.0"]
