@@ -207,9 +207,10 @@ class Step:
         self.start = start
         self.length = start + count
         self.copies = copies
-        self.num_blocks = 1 + max(max(row) for row in rows)
+        # There is none when an empty cache is given no tokens, which models say themselves.
+        self.num_blocks = 1 + max((max(row) for row in rows if row), default=-1)
         positions = torch.arange(start, start + count, device=device)
-        self.tables = torch.tensor(rows, device=device)
+        self.tables = torch.tensor(rows, dtype=torch.int64, device=device)
         self.blocks = self.tables[:, positions // block_size].flatten()
         self.offsets = (positions % block_size).repeat(len(rows))
 
@@ -256,7 +257,8 @@ class PagedCacheLayer(CacheLayerMixin):
         for source, target in step.copies:
             pool[target] = pool[source]
         pool[step.blocks, :, step.offsets] = states.transpose(1, 2).reshape(num_rows * count, num_heads, width)
-        everything = pool[step.tables].transpose(1, 2).reshape(num_rows, num_heads, -1, width)
+        num_slots = step.tables.shape[1] * self.tables.block_size
+        everything = pool[step.tables].transpose(1, 2).reshape(num_rows, num_heads, num_slots, width)
         return pool, everything[:, :, : step.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

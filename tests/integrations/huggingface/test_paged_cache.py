@@ -191,12 +191,16 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused_by_name(name, w
     if not hasattr(transformers, name):
         pytest.skip("this version of transformers has no such class")
     model = walk_models.build(name)
-    ids = left_padded([9])["input_ids"]
+    inputs = {**left_padded([9]), "cache": PagedCache(), **(LENGTH if use_generate else {})}
+    run = model.generate if use_generate else model
     with pytest.raises(UnsupportedModel, match=f"holds the keys and values of every layer and nothing else.*{what}"):
-        if use_generate:
-            model.generate(ids, attention_mask=torch.ones_like(ids), **LENGTH, cache=PagedCache())
-        else:
-            model(ids, cache=PagedCache())
+        run(**inputs)
+
+
+def test_a_chunked_prefill_of_embeddings_fails_as_with_stocks_cache(llama):
+    for cache in (DynamicCache(), PagedCache()):
+        with pytest.raises(RuntimeError, match="shape"):
+            llama.generate(inputs_embeds=torch.zeros(2, 1, 64), **LENGTH, prefill_chunk_size=4, cache=cache)
 
 
 def test_asking_whether_a_cache_has_something_else_is_answered(llama):
