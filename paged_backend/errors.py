@@ -83,8 +83,13 @@ class IntegrityError(PagedBackendError, AssertionError):
     """The block manager's books do not agree with each other; this is always a bug."""
 
 
-def contained(error: Exception | SystemExit) -> Exception:
-    """What a request's own code raised, as that request's result: its ``sys.exit()`` ends no other request."""
+def contained(error: BaseException) -> Exception:
+    """What a request's own code raised, as that request's result: its ``sys.exit()`` ends no other request.
+
+    Raises KeyboardInterrupt, which is meant for the thread and not for the request.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
     if isinstance(error, Exception):
         return error
     failure = SamplingFailed(f"the request's own code called for an exit: {error!r}")

@@ -117,9 +117,10 @@ def _refuse_other_kinds(model: Any, arguments: Mapping[str, Any]) -> None:
         raise refuse(f"penalty_alpha={penalty_alpha} (contrastive search)", "set penalty_alpha=0")
     for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         given(name, "assisted generation")
-    if "use_cache" in arguments and arguments["use_cache"] is None:
+    use_cache = setting("use_cache")
+    if not use_cache and use_cache is not False and (use_cache is not None or "use_cache" in arguments):
         # Stock takes it for a cache whose positions nobody keeps.
-        raise refuse("use_cache=None", "give True or False")
+        raise refuse(f"use_cache={use_cache!r}", "give True or False")
     given("dola_layers", "DoLa generation")
     given("custom_generate", "custom decoding")
     given("synced_gpus", "ranks that step together")

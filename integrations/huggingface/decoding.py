@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from paged_backend import RequestOutput, SamplingParams, SharedEngine
-from paged_backend.errors import ContextOverflow, EngineClosed
+from paged_backend.errors import ContextOverflow, EngineClosed, SamplingFailed
 from paged_backend.integrations.huggingface.call import GenerateCall, refuse
 from paged_backend.integrations.huggingface.engines import engine_for
 from paged_backend.integrations.huggingface.loop import GenerationLoop, RowLost
@@ -127,12 +127,16 @@ def _max_new_tokens(criteria: StoppingCriteriaList, num_shown: int) -> int:
     """How many tokens the lengths among ``criteria`` leave behind ``num_shown``; stock looks after the first one."""
     # Any number does for stock, and so does a tensor of one.
     longest = min(float(c.max_length) for c in criteria if type(c) is MaxLengthCriteria)
-    return max(1, math.ceil(min(longest - num_shown, _MOST_TOKENS)))
+    return max(1, math.ceil(min(_MOST_TOKENS, longest - num_shown)))
 
 
 def _check(outputs: Sequence[RequestOutput], cut_short: Sequence[bool]) -> None:
     """Raise what kept a row from being finished."""
     for error in sorted((o.error for o in outputs if o.error is not None), key=lambda e: isinstance(e, RowLost)):
+        cause = error.__cause__
+        if isinstance(error, SamplingFailed) and cause is not None and not isinstance(cause, Exception):
+            # The caller's own code called for an exit.
+            raise cause
         if not isinstance(error, RowLost):
             raise error
     for output, short in zip(outputs, cut_short, strict=True):

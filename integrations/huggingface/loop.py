@@ -121,7 +121,7 @@ class GenerationLoop(Lockstep):
             self._feed(next_tokens)
             if self._streamer is not None:
                 self._streamer.put(next_tokens.cpu())
-        except (Exception, SystemExit):
+        except BaseException:
             # It fails this row; the others have nothing left to do.
             ended = torch.ones_like(self._unfinished)
             raise

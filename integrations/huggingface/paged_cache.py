@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from paged_backend.errors import ConfigError, ContextOverflow
+from paged_backend.errors import ConfigError, ContextOverflow, UnsupportedModel
 
 
 class PagedCache(Cache):
@@ -20,6 +20,9 @@ class PagedCache(Cache):
     and values, and a block is copied only when a row that shares it writes into it. Assisted decoding takes tokens back
     by truncating the tables, and a further call goes on from what is there. All layers hold every token, so that a
     sliding window is a matter of the mask.
+
+    Models whose layers keep more than keys and values, such as the states of convolutions or of linear attention, raise
+    UnsupportedModel as soon as they ask for them.
 
     block_size: tokens per block. num_blocks: how many there are for all rows together; None lets them grow.
     """
@@ -31,7 +34,7 @@ class PagedCache(Cache):
             optional = name == "num_blocks" and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be an int of at least 1, got {value!r:.200}")
-        super().__init__(layers=[])
+        super().__init__(layers=_Layers())
         self.tables = BlockTables(block_size, num_blocks)
 
     def update(
@@ -41,10 +44,26 @@ class PagedCache(Cache):
 
         Raises ContextOverflow, and stores nothing, when ``num_blocks`` are not enough.
         """
-        while len(self.layers) <= layer_idx:
+        if layer_idx > len(self.layers):
+            # Its length counts as that of the whole cache, and it may keep something in the model itself.
+            raise _not_kept(f"layer {len(self.layers)} of this model keeps none")
+        if layer_idx == len(self.layers):
             self.layers.append(PagedCacheLayer(self.tables))
         keys_and_values: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states)
         return keys_and_values
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as are all that follow."""
+        raise _not_kept("a layer of this model keeps states of convolutions or of linear attention")
+
+    update_conv_state = get_recurrent_state = update_recurrent_state = has_previous_state = get_conv_state
+
+    def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise _not_kept("a layer of this model keeps the keys of an indexer")
+
+    def __getattr__(self, name: str) -> Any:
+        raise _not_kept(f"this model looks for {name!r}")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row r goes on from what row ``beam_idx[r]`` holds."""
@@ -188,9 +207,10 @@ class Step:
         self.start = start
         self.length = start + count
         self.copies = copies
-        self.num_blocks = 1 + max(max(row) for row in rows)
+        # There is none when an empty cache is given no tokens, which models say themselves.
+        self.num_blocks = 1 + max((max(row) for row in rows if row), default=-1)
         positions = torch.arange(start, start + count, device=device)
-        self.tables = torch.tensor(rows, device=device)
+        self.tables = torch.tensor(rows, dtype=torch.int64, device=device)
         self.blocks = self.tables[:, positions // block_size].flatten()
         self.offsets = (positions % block_size).repeat(len(rows))
 
@@ -237,7 +257,8 @@ class PagedCacheLayer(CacheLayerMixin):
         for source, target in step.copies:
             pool[target] = pool[source]
         pool[step.blocks, :, step.offsets] = states.transpose(1, 2).reshape(num_rows * count, num_heads, width)
-        everything = pool[step.tables].transpose(1, 2).reshape(num_rows, num_heads, -1, width)
+        num_slots = step.tables.shape[1] * self.tables.block_size
+        everything = pool[step.tables].transpose(1, 2).reshape(num_rows, num_heads, num_slots, width)
         return pool, everything[:, :, : step.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -252,6 +273,30 @@ class PagedCacheLayer(CacheLayerMixin):
 
     # Its name in early versions of transformers 5.
     get_max_cache_shape = get_max_length
+
+    def __getattr__(self, name: str) -> Any:
+        raise _not_kept(f"a layer of this model looks for {name!r}")
+
+
+class _Layers(list[Any]):
+    """The layers that have keys and values."""
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except IndexError:
+            raise _not_kept(f"layer {index} of this model keeps something else before them") from None
+
+
+class _NotKept(UnsupportedModel, AttributeError):
+    """Also what Python expects of an attribute that is not there, so that asking whether it is goes on working."""
+
+
+def _not_kept(what: str) -> _NotKept:
+    return _NotKept(
+        f"PagedCache holds the keys and values of every layer and nothing else, and {what}; leave the cache out, and "
+        "stock makes the one that the model needs"
+    )
 
 
 def _no_blocks(states: Tensor, block_size: int) -> Tensor:

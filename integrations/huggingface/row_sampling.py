@@ -77,7 +77,7 @@ def _field(processor: Any, row: Row, do_sample: bool, stop_token_ids: Set[int]) 
         case logits_process.TopPLogitsWarper(top_p=top_p, min_tokens_to_keep=1):
             return ("top_p", top_p) if top_p > 0 else None
         case logits_process.MinPLogitsWarper(min_p=min_p, min_tokens_to_keep=1):
-            return "min_p", min_p
+            return "min_p", float(min_p)
     return None
 
 

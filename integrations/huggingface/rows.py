@@ -91,7 +91,10 @@ def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: M
     if model_kwargs.get("inputs_embeds") is not None and inputs.get("inputs_embeds") is None:
         raise refuse(f"inputs_embeds, which {type(model).__name__} does not feed its model,")
     for name, value in inputs.items():
-        if value is None or name in _INERT_INPUTS or (value is False and name not in ("input_ids", "position_ids")):
+        # Multimodal models bring along what their encoders made, an empty mapping for text alone.
+        if value is None or name in _INERT_INPUTS or (isinstance(value, Mapping) and not value):
+            continue
+        if value is False and name not in ("input_ids", "position_ids"):
             continue
         if name in CACHE_ARGUMENTS:
             if value.get_seq_length():
@@ -104,6 +107,19 @@ def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: M
             raise refuse(f"the model input {name}")
         elif not torch.equal(value, given.to(value.device)):
             raise refuse(f"what {type(model).__name__} makes of {name}")
+    if inputs.get("position_ids") is None:
+        _refuse_padding(model, rows)
+
+
+def _refuse_padding(model: Any, rows: list[Row]) -> None:
+    """Refuse padded rows of a model that cannot be told their positions: its own count begins with the padding."""
+    padded = next((row for row in rows if row.num_padding), None)
+    if padded is not None:
+        raise refuse(
+            f"padding (row {padded.index}) for {type(model).__name__}, which takes no position_ids, so that stock "
+            "counts padding as tokens,",
+            "give rows of one length",
+        )
 
 
 def _check_positions(position_ids: Tensor, rows: list[Row]) -> None:

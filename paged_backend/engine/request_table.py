@@ -107,7 +107,7 @@ class RequestTable:
     def _goes_on(self, request: Request, eos_token_ids: Collection[int]) -> bool:
         try:
             reason = finish_reason(request, request.token_ids[-1], eos_token_ids)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self.fail(request, contained(error), keep_new_tokens=True)
             return False
         if reason is not None:

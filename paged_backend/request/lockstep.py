@@ -46,6 +46,6 @@ class Lockstep(ABC):
                 raise SamplingFailed(f"logits processors must return scores of shape {expected}, got {got}")
             scores.copy_(processed)
         # Whatever the members' own code raises is their result and no other request's.
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return dict.fromkeys(range(len(requests)), contained(error))
         return {}

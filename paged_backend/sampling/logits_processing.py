@@ -41,7 +41,7 @@ class LogitsProcessing:
                 try:
                     scores[row] = self._process_alone(scores[row : row + 1].clone(), request)[0]
                 # Whatever a request's own code raises is that request's result and no other's.
-                except (Exception, SystemExit) as error:
+                except BaseException as error:
                     failures[row] = contained(error)
             if request.params.is_constrained and row not in failures:
                 try:

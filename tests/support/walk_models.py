@@ -23,15 +23,17 @@ from typing import Any
 
 import torch
 import transformers
-from oracle import assert_greedy, stock_greedy
+from oracle import assert_greedy, left_pad, stock_greedy
 from paged_forward import stepped_logits
+from stock_equality import assert_same_tokens
 from tiny_configs import tiny_config
 from tiny_models import draw_weights
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import paged_backend
 from paged_backend import Engine, SamplingParams
-from paged_backend.errors import UnsupportedModel
+from paged_backend.errors import UnsupportedCall, UnsupportedModel
 from paged_backend.model.twin import Twin
 
 README = Path(__file__).parents[2] / "integrations" / "README.md"
@@ -46,7 +48,7 @@ _NUM_TOKENS = 12
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one class; ``reason`` is empty where its tokens and logits are stock's."""
+    """What became of one class; ``reason`` is empty where its tokens and logits are stock's in every call."""
 
     name: str
     model_types: tuple[str, ...]
@@ -85,7 +87,7 @@ def walk_class(name: str) -> Row:
             return row(REFUSED, _short(str(error)))
         with engine:
             compare(model, engine)
-    return row(EQUAL)
+        return row(EQUAL, compare_generate(model))
 
 
 def build(name: str) -> PreTrainedModel:
@@ -117,6 +119,25 @@ def compare(model: PreTrainedModel, engine: Engine) -> None:
     outputs = engine.generate(prompts, SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, _NUM_TOKENS))
+
+
+def compare_generate(model: PreTrainedModel) -> str:
+    """Padded rows through ``generate`` with and without the engine; returns what of it is refused, if anything."""
+    twin = Twin(model)
+    inputs = left_pad([twin.sample_token_ids(length, seed) for seed, length in enumerate(_PROMPT_LENGTHS)])
+    options = {"max_new_tokens": _NUM_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    stock = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
+    paged_backend.install()
+    try:
+        paged = model.generate(**inputs, **options, cache_impl="paged", paged_config={"optimize": "none"})
+    except UnsupportedCall as error:
+        what, _, _ = str(error).partition(" is not served by")
+        return _short(f"generate refuses {what.rstrip(',')}")
+    finally:
+        paged_backend.uninstall()
+        paged_backend.release(model)
+    assert_same_tokens(paged, stock.sequences, stock.scores)
+    return ""
 
 
 def assert_close_logits(got: torch.Tensor, want: torch.Tensor, what: str, routed: bool) -> None:

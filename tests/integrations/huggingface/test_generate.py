@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
+import walk_models
 from service_checks import assert_all_blocks_are_back
 from stock_equality import (
     LENGTH,
@@ -81,6 +83,18 @@ def test_an_unpadded_batch_without_a_mask_equals_stock(llama):
 
 def test_padding_inferred_from_the_pad_token_equals_stock(llama):
     assert_equals_stock(llama, {"input_ids": RAGGED["input_ids"]}, **LENGTH)
+
+
+@pytest.mark.parametrize("length", [4.0, 4.5, torch.tensor(4), np.int64(4)], ids=repr)
+def test_a_length_may_be_any_number_that_stock_takes(llama, length):
+    assert_equals_stock(llama, RAGGED, **{**LENGTH, "max_new_tokens": length})
+    assert_equals_stock(llama, RAGGED, **{**LENGTH, "max_new_tokens": None}, max_length=40 + length)
+
+
+@pytest.mark.parametrize("min_p", [torch.tensor(1.0), 1, np.float32(1)], ids=repr)
+def test_min_p_may_be_any_number_that_stock_takes(llama, min_p):
+    # The likeliest token alone is left.
+    assert_equals_stock(llama, RAGGED, **{**LENGTH, "do_sample": True}, min_p=min_p)
 
 
 def test_rows_that_end_early_are_padded_like_stock(llama):
@@ -320,6 +334,7 @@ REFUSED = {
     "custom_generate": {"custom_generate": lambda *args, **kwargs: None},
     "synced_gpus": {"synced_gpus": True},
     "use_cache=None": {"use_cache": None},
+    "use_cache=0": {"use_cache": 0},
     "cache_implementation='static'": {"cache_implementation": "static"},
     "position_ids": {"position_ids": torch.arange(1, 41)[None].expand(5, -1)},
 }
@@ -387,6 +402,14 @@ def test_a_mask_of_one_row_that_hides_nothing_goes_for_all_rows_as_in_stock(llam
     inputs["attention_mask"][0, 0] = 0
     with pytest.raises(UnsupportedCall, match=re.escape("(1, 12) for inputs of (2, 12)")):
         paged(llama, inputs)
+
+
+def test_padding_is_refused_by_name_where_the_model_counts_it():
+    model = walk_models.build("WhisperForCausalLM")
+    options = {**LENGTH, "pad_token_id": 0}
+    assert_equals_stock(model, left_padded([9, 9]), **options)
+    with pytest.raises(UnsupportedCall, match=r"padding \(row 1\) for WhisperForCausalLM, which takes no position_ids"):
+        paged(model, left_padded([9, 8]), **options)
 
 
 def test_a_pad_token_inside_a_prompt_without_a_mask_is_refused_with_the_way_out(llama):

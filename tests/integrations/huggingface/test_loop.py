@@ -308,6 +308,27 @@ def test_an_exception_of_a_criterion_is_raised_and_the_engine_goes_on(fresh):
     assert_all_blocks_are_back(engine_of(fresh))
 
 
+class Quits(BaseException):
+    """What ends a thread, as asyncio.CancelledError does."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Quits("mine")], ids=repr)
+@pytest.mark.parametrize("place", ["criterion", "processor"])
+def test_an_exit_in_a_callback_is_raised_in_its_own_call_alone(fresh, error, place):
+    def leave(input_ids, scores):
+        raise error
+
+    options = {"stopping_criteria": [leave]} if place == "criterion" else {"logits_processor": [leave]}
+    expected = paged(fresh)
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(paged, fresh) for _ in range(2)]
+        with pytest.raises(type(error)) as caught:
+            paged(fresh, **options)
+        assert all(torch.equal(other.result(60), expected) for other in others)
+    assert caught.value is error
+    assert_all_blocks_are_back(engine_of(fresh))
+
+
 def test_scores_that_leave_no_token_are_refused_where_stock_fails_too(llama):
     def nothing(input_ids, scores):
         return torch.full_like(scores, -torch.inf)

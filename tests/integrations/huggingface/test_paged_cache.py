@@ -7,12 +7,14 @@ import pickle
 
 import pytest
 import torch
+import transformers
+import walk_models
 from stock_equality import LENGTH, RAGGED, assert_same_scores, assert_same_tokens, left_padded, paged
 from tiny_models import make_tiny
 from transformers import DynamicCache
 
 from paged_backend import PagedCache
-from paged_backend.errors import ConfigError, ContextOverflow
+from paged_backend.errors import ConfigError, ContextOverflow, UnsupportedModel
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "llama4", "deepseek_v2", "gpt_oss"]
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
@@ -169,6 +171,43 @@ def test_a_cache_of_fixed_size_says_when_it_is_full(llama):
         torch.testing.assert_close(llama(ids[:1], cache=cache).logits, llama(ids[:1]).logits)
     with pytest.raises(ValueError, match="reset"), torch.no_grad():
         llama(ids, cache=cache)
+
+
+KEEPING_MORE = {
+    "MambaForCausalLM": "states of convolutions or of linear attention",
+    "Lfm2MoeForCausalLM": "states of convolutions or of linear attention",
+    "Qwen3NextForCausalLM": "states of convolutions or of linear attention",
+    "DeepseekV32ForCausalLM": "the keys of an indexer",
+    "DeepseekV4ForCausalLM": "looks for 'store_compression_weights'",
+    "Qwen4ExpForCausalLM": "layer 1 of this model keeps something else",
+    # Its states are in its modules.
+    "RecurrentGemmaForCausalLM": "layer 0 of this model keeps none",
+}
+
+
+@pytest.mark.parametrize("use_generate", [True, False], ids=["generate", "forward"])
+@pytest.mark.parametrize(("name", "what"), KEEPING_MORE.items(), ids=KEEPING_MORE.keys())
+def test_a_model_that_keeps_more_than_keys_and_values_is_refused_by_name(name, what, use_generate):
+    if not hasattr(transformers, name):
+        pytest.skip("this version of transformers has no such class")
+    model = walk_models.build(name)
+    inputs = {**left_padded([9]), "cache": PagedCache(), **(LENGTH if use_generate else {})}
+    run = model.generate if use_generate else model
+    with pytest.raises(UnsupportedModel, match=f"holds the keys and values of every layer and nothing else.*{what}"):
+        run(**inputs)
+
+
+def test_a_chunked_prefill_of_embeddings_fails_as_with_stocks_cache(llama):
+    for cache in (DynamicCache(), PagedCache()):
+        with pytest.raises(RuntimeError, match="shape"):
+            llama.generate(inputs_embeds=torch.zeros(2, 1, 64), **LENGTH, prefill_chunk_size=4, cache=cache)
+
+
+def test_asking_whether_a_cache_has_something_else_is_answered(llama):
+    cache = PagedCache()
+    llama(left_padded([9])["input_ids"], cache=cache)
+    assert not hasattr(cache, "conv_states")
+    assert not hasattr(cache.layers[0], "recurrent_states")
 
 
 @pytest.mark.parametrize("options", [{"block_size": 0}, {"block_size": "16"}, {"num_blocks": 0}, {"num_blocks": 1.5}])

@@ -39,7 +39,10 @@ def test_every_class_does_what_the_table_says(part: int) -> None:
     "name",
     [
         "LlamaForCausalLM",
+        "Gemma3ForConditionalGeneration",
         "Gemma3nForCausalLM",
+        "GotOcr2ForConditionalGeneration",
+        "WhisperForCausalLM",
         "DeepseekV3ForCausalLM",
         "FalconForCausalLM",
         "MambaForCausalLM",
