@@ -67,7 +67,7 @@ class PagedModel(BaseModel):
     """The shared handle on the engine, found by ``model`` and ``engine_kwargs``; it loads nothing before it is used."""
     keep_alive: float = Field(default=KEEP_ALIVE, ge=0)
     """Seconds that a loaded engine stays for the next object when the last one is gone; 0 frees it at once. Of objects
-    that share an engine the latest decides."""
+    that share an engine, the one that was made or used last decides."""
 
     max_tokens: int | None = None
     """Most output tokens; by default 1024, or as many as the model has room for."""

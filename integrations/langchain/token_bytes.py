@@ -21,6 +21,8 @@ class TokenBytes:
         # How a tokenizer spells shows in what it makes of the spellings that there are.
         self._is_byte_level = self._text("a", "Ġa") == "a a"
         self._has_byte_tokens = self._text("a", "<0x41>") == "aA"
+        # Pieces stand before another one, for some tokenizers strip the end of a text too.
+        self._next = self._text("a", "a").removeprefix("a")
 
     def __call__(self, token_id: int, *, is_first: bool = False) -> bytes:
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -36,8 +38,8 @@ class TokenBytes:
             letters = _byte_letters()
             is_spelt = all(letter in letters for letter in piece)
             return bytes(letters[letter] for letter in piece) if is_spelt else piece.encode()
-        text = self._text(piece) if is_first else self._text("a", piece).removeprefix("a")
-        return text.encode()
+        text = self._text(piece, "a") if is_first else self._text("a", piece, "a").removeprefix("a")
+        return text.removesuffix(self._next).encode()
 
     def _text(self, *pieces: str) -> str:
         text: str = self._tokenizer.convert_tokens_to_string(list(pieces))

@@ -25,6 +25,13 @@ def metaspace() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
+def slow_sentencepiece() -> PreTrainedTokenizerFast:
+    """With the rule of the tokenizers that are not of the tokenizers library."""
+    tokenizer = metaspace()
+    tokenizer.convert_tokens_to_string = lambda pieces: "".join(pieces).replace("▁", " ").strip()
+    return tokenizer
+
+
 def spelt(tokenizer: Any, token_ids: list[int]) -> bytes:
     spell = TokenBytes(tokenizer)
     return b"".join(spell(token_id, is_first=place == 0) for place, token_id in enumerate(token_ids))
@@ -44,6 +51,7 @@ def test_bytes_of_any_text_join_to_it(make: Any, text: str) -> None:
         (byte_level_bpe, ["Ġ", "ç", "ķ"], [b" ", b"\xe7", b"\x95"]),
         (byte_fallback_bpe, ["▁The", "▁", "<0xE6>", "<0xBC>"], [b"The", b" ", b"\xe6", b"\xbc"]),
         (metaspace, ["▁The", "▁qu", "ick", "▁▁", "é"], [b"The", b" qu", b"ick", b"  ", "é".encode()]),
+        (slow_sentencepiece, ["▁The", "▁", "▁qu", "ick"], [b"The", b" ", b" qu", b"ick"]),
         (word_piece, ["the", "q", "##u", "."], [b"the", b" q", b"u", b" ."]),
     ],
 )
