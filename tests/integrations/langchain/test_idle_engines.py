@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -184,15 +183,12 @@ def test_time_passes_by_itself_and_a_cancelled_timer_does_nothing() -> None:
     assert not never.is_set()
 
 
-def test_an_idle_engine_holds_up_neither_the_exit_nor_a_fork(folder: str) -> None:
-    code = f"""
-import os
-from paged_backend.integrations.langchain import ChatPaged
-ask = lambda: ChatPaged(model={folder!r}, max_tokens=2).invoke("x").text
-first = ask()
-child = os.fork()
-if child == 0:
-    os._exit(0 if ask() == first else 1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_the_child_of_a_fork_takes_over_no_idle_engine(folder: str, clock: Clock, loaded: list[Any]) -> None:
+    ask(folder)
+    child = os.fork()
+    if child == 0:
+        os._exit(engines._idle.clear())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert engines._idle.clear()
