@@ -93,10 +93,10 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
         if self.profile is None or self.profile.get("name") not in (None, self.model):
             self.profile = self._resolve_model_profile()
 
-    def _turn_ends(self, engine: Any) -> Sequence[int]:
+    def _turn_ends(self, engine: Any, kwargs: Mapping[str, Any]) -> Sequence[int]:
         from paged_backend import turn_end_ids
 
-        return turn_end_ids(engine, self.chat_template)
+        return turn_end_ids(engine, kwargs.get("chat_template", self.chat_template))
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)

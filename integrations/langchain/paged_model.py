@@ -233,7 +233,7 @@ class PagedModel(BaseModel):
             room = DEFAULT_MAX_TOKENS if limit is None else min(DEFAULT_MAX_TOKENS, limit - len(prompt))
             sampling["max_tokens"] = max(1, room, sampling.get("min_tokens", 0))
         if not sampling.get("ignore_eos"):
-            ends = self._turn_ends(service.engine)
+            ends = self._turn_ends(service.engine, kwargs)
             sampling["stop_token_ids"] = [*sampling.get("stop_token_ids", ()), *ends]
         options = {name: kwargs.get(name, getattr(self, name)) for name in SCHEDULING}
         options["timeout_s"] = options.pop("timeout")
@@ -246,7 +246,7 @@ class PagedModel(BaseModel):
         CancelScope.register(handle)
         return handle
 
-    def _turn_ends(self, engine: Any) -> Sequence[int]:
+    def _turn_ends(self, engine: Any, kwargs: Mapping[str, Any]) -> Sequence[int]:
         """Tokens that end an output beside the model's own."""
         return ()
 

@@ -33,14 +33,15 @@ def num_tokens_of(part: str, output: RequestOutput, tokenizer: Any) -> int:
     """How many of an output's tokens spell this part of its text."""
     from paged_backend import tokenizer_lock
 
-    token_ids = output.token_ids
+    token_ids, decode = output.token_ids, output.decode
+    assert decode is not None, "an output with a text has tokens that were decoded"
 
     def length(count: int) -> int:
         # A part of a character is none yet.
-        return len(tokenizer.decode(token_ids[:count], skip_special_tokens=True).rstrip("\ufffd"))
+        return len(decode(token_ids[:count]).rstrip("\ufffd"))
 
     with tokenizer_lock(tokenizer):
-        start = tokenizer.decode(token_ids, skip_special_tokens=True).find(part)
+        start = decode(token_ids).find(part)
         if start < 0:
             # Put together from several places.
             return min(len(token_ids), len(tokenizer.encode(part, add_special_tokens=False)))

@@ -17,7 +17,9 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.special_ids = frozenset(tokenizer.all_special_ids)
+        # Many checkpoints mark tokens as special that they give no name.
+        marked = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self.special_ids = frozenset((*tokenizer.all_special_ids, *marked))
         # How a tokenizer spells shows in what it makes of the spellings that there are.
         self._is_byte_level = self._text("a", "Ġa") == "a a"
         self._has_byte_tokens = self._text("a", "<0x41>") == "aA"

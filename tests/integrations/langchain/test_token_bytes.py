@@ -68,9 +68,12 @@ def test_each_token_has_its_own_bytes_and_the_space_before_it(
 
 
 def test_special_tokens_are_spelt_and_tokens_that_nobody_knows_are_empty() -> None:
-    tokenizer = byte_level_bpe()
+    tokenizer = metaspace()
+    tokenizer.add_tokens(["<▁tool>"], special_tokens=True)
     spell = TokenBytes(tokenizer)
-    assert spell(tokenizer.eos_token_id) == b"<|end|>"
+    assert spell(tokenizer.eos_token_id) == b"</s>"
+    assert spell(len(tokenizer) - 1) == "<▁tool>".encode()
+    assert len(tokenizer) - 1 in spell.special_ids
     assert spell(len(tokenizer) + 5) == b""
 
 
