@@ -29,7 +29,7 @@ from paged_backend.integrations.langchain.chat_request import ChatRequest, chat_
 from paged_backend.integrations.langchain.paged_model import SCHEDULING, PagedModel
 from paged_backend.integrations.langchain.profiles import profile_of
 from paged_backend.integrations.langchain.response_parser import Piece
-from paged_backend.integrations.langchain.results import details, token_usage, usage_metadata
+from paged_backend.integrations.langchain.results import details, num_tokens_of, token_usage, usage_metadata
 from paged_backend.integrations.langchain.structured_output import structured_output
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
         chat.invoke([("system", "Answer briefly."), ("user", "Why is the sky blue?")])
         chat.bind_tools([my_tool]).invoke("..."); chat.with_structured_output(MySchema).invoke("...")
 
-    Objects of equal ``model`` and ``engine_kwargs`` share one engine, loaded on first use and closed with the last of
-    them. Each sampling parameter may be given to the constructor, to a call, to ``bind`` or as a configurable field.
-    Forced tool choices and structured output need the extra ``structured``.
+    Objects of equal ``model`` and ``engine_kwargs`` share one engine, loaded on first use and closed ``keep_alive``
+    seconds after the last of them. Each sampling parameter may be given to the constructor, to a call, to ``bind`` or
+    as a configurable field. Forced tool choices and structured output need the extra ``structured``.
     """
 
     chat_template: str | None = None
@@ -87,6 +87,17 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
     def _resolve_model_profile(self) -> ModelProfile | None:
         return profile_of(self.model, self.chat_template, self.engine)
 
+    def _follow(self) -> None:
+        super()._follow()
+        # One of the user's own has another name or none.
+        if self.profile is None or self.profile.get("name") not in (None, self.model):
+            self.profile = self._resolve_model_profile()
+
+    def _turn_ends(self, engine: Any, kwargs: Mapping[str, Any]) -> Sequence[int]:
+        from paged_backend import turn_end_ids
+
+        return turn_end_ids(engine, kwargs.get("chat_template", self.chat_template))
+
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "paged"
@@ -99,11 +110,13 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
         return repr(sorted(params.items()))
 
     def _combine_llm_outputs(self, outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
-        usages = [output["token_usage"] for output in outputs if output]
+        found = [output for output in outputs if output]
+        usages = [output["token_usage"] for output in found]
         names = ("prompt_tokens", "completion_tokens", "total_tokens")
         if not usages:
             return {}
-        return {"token_usage": {name: sum(usage[name] for usage in usages) for name in names}, "model_name": self.model}
+        total = {name: sum(usage[name] for usage in usages) for name in names}
+        return {"token_usage": total, "model_name": found[0]["model_name"]}
 
     # Generating
 
@@ -258,32 +271,34 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None, **kwargs: Any
     ) -> int:
-        """How many tokens the prompt of these messages and tools has."""
+        """How many tokens the prompt of these messages and tools has; further arguments are those of a call."""
         converted = [convert_to_openai_tool(tool) for tool in tools or ()]
-        return len(self._request(self.engine.service(), messages, {**kwargs, "tools": converted}).prompt)
+        service = self._handle(kwargs).service()
+        return len(self._request(service, messages, {**kwargs, "tools": converted}).prompt)
 
     # Inside
 
     def _request(self, service: Any, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]) -> ChatRequest:
-        tokenizer = service.engine.tokenizer
-        if tokenizer is None:
-            tokenizer = self._tokenizer()
-        return chat_request(self, tokenizer, messages, kwargs)
+        return chat_request(self, self._tokenizer(service), messages, kwargs)
 
     def _result(
         self, request: ChatRequest, outputs: list[RequestOutput], service: Any, kwargs: Mapping[str, Any]
     ) -> ChatResult:
-        generations = []
+        messages, num_reasoning = [], 0
         for output in outputs:
             parser = request.parser()
             pieces = [*parser.feed(output.text), *parser.finish()]
             message = self._message(pieces)
-            if output is outputs[0]:
-                # Of all samples, told once.
-                message.usage_metadata = usage_metadata(outputs, self._count_reasoning(pieces))
+            num_reasoning += self._count_reasoning(output, pieces, service)
             message.response_metadata = self._details(output, pieces, service, kwargs)
-            info = {"finish_reason": message.response_metadata["finish_reason"]}
-            generations.append(ChatGeneration(message=message, generation_info=info))
+            messages.append(message)
+        # Of all samples, told once.
+        messages[0].usage_metadata = usage_metadata(outputs, num_reasoning)
+        reasons = [{"finish_reason": message.response_metadata["finish_reason"]} for message in messages]
+        generations = [
+            ChatGeneration(message=message, generation_info=reason)
+            for message, reason in zip(messages, reasons, strict=True)
+        ]
         llm_output = {"token_usage": token_usage(outputs), "model_name": kwargs.get("model") or self.model}
         return ChatResult(generations=generations, llm_output=llm_output)
 
@@ -306,11 +321,15 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
         found = details(output, kwargs.get("model") or self.model, service.engine.tokenizer)
         if output.finish_reason == "stop" and any(piece.call is not None for piece in pieces):
             found["finish_reason"] = "tool_calls"
+        stop = found.get("stop_reason")
+        if isinstance(stop, int) and stop not in self._sampling(kwargs).get("stop_token_ids", ()):
+            # The end of a turn, which nobody asked for.
+            del found["stop_reason"]
         return found
 
-    def _count_reasoning(self, pieces: Sequence[Piece]) -> int:
+    def _count_reasoning(self, output: RequestOutput, pieces: Sequence[Piece], service: Any) -> int:
         reasoning = "".join(piece.reasoning for piece in pieces)
-        return len(self._tokenize(reasoning)) if reasoning else 0
+        return num_tokens_of(reasoning, output, self._tokenizer(service)) if reasoning else 0
 
 
 class _ChunkBuilder:
@@ -335,7 +354,8 @@ class _ChunkBuilder:
             response_metadata=self._model._details(outputs[0], self._pieces, self._service, self._kwargs),
         )
         if self._kwargs.get("stream_usage", self._model.stream_usage):
-            message.usage_metadata = usage_metadata(outputs, self._model._count_reasoning(self._pieces))
+            num_reasoning = self._model._count_reasoning(outputs[0], self._pieces, self._service)
+            message.usage_metadata = usage_metadata(outputs, num_reasoning)
         yield ChatGenerationChunk(message=message)
 
     def _chunk(self, piece: Piece) -> ChatGenerationChunk:

@@ -1,4 +1,4 @@
-"""EngineHandle: the engine behind LangChain models, loaded when it is first needed and closed with the last model."""
+"""EngineHandle: the engine behind LangChain models, loaded when it is first needed, and idle after the last model."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import itertools
 import threading
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-from paged_backend.errors import EngineClosed
 from paged_backend.integrations.langchain.errors import PagedNotFoundError, translated
+from paged_backend.integrations.langchain.idle_engines import IdleEngines, close
+
+# Seconds that a loaded engine stays when the last model over it is gone.
+KEEP_ALIVE = 300.0
 
 _numbers = itertools.count(1)
 _registry_lock = threading.Lock()
 _loaded: weakref.WeakValueDictionary[Any, EngineHandle] = weakref.WeakValueDictionary()
+_idle = IdleEngines()
 _given: weakref.WeakKeyDictionary[Any, weakref.ref[EngineHandle]] = weakref.WeakKeyDictionary()
 
 
 class EngineHandle:
     """What all models of one name and equal engine options share; its copies are itself.
 
-    Use ``shared_handle`` or ``handle_of``. identity: tells outputs of different engines apart in caches.
+    Use ``shared_handle`` or ``handle_of``. identity: tells outputs of different engines apart in caches. keep_alive:
+    for how many seconds the engine stays, if it was loaded here, when the last model is gone.
     """
 
     def __init__(self, model: str | None, options: Mapping[str, Any], given: Any = None) -> None:
@@ -32,7 +36,23 @@ class EngineHandle:
         self._lock = threading.Lock()
         self._service: Any = None
         self._given = given
+        self._names: set[str] = set()
+        # Apart from the handle, whose end it outlives.
+        self._terms = {"keep_alive": KEEP_ALIVE}
         self._others: dict[str, EngineHandle] = {}
+
+    @property
+    def keep_alive(self) -> float:
+        return self._terms["keep_alive"]
+
+    @keep_alive.setter
+    def keep_alive(self, seconds: float) -> None:
+        self._terms["keep_alive"] = seconds
+
+    @property
+    def is_given(self) -> bool:
+        """The engine was given, and not loaded by name."""
+        return self._given is not None
 
     @property
     def is_loaded(self) -> bool:
@@ -68,17 +88,27 @@ class EngineHandle:
             return await asyncio.to_thread(self.service)
         return self.service()
 
+    def name(self, model: str) -> None:
+        """Let an engine that was given go by this name too."""
+        self._names.add(model)
+
     def serves(self, model: str, options: Mapping[str, Any]) -> bool:
-        return self._given is not None or (self.model, _key(self.options)) == (model, _key(options))
+        """Whether this is the engine of a model with these options; a given one has its own."""
+        if self._given is not None:
+            return model in self._names
+        return (self.model, _key(self.options)) == (model, _key(options))
 
     def for_model(self, model: str) -> EngineHandle:
-        """The handle for another model with the same options, kept as long as this one."""
+        """The handle for a model with the same options, kept as long as this one if it is another."""
+        if self.serves(model, self.options):
+            return self
         if self._given is not None:
             raise PagedNotFoundError(
                 f"model={model!r} is not the one of the engine that was given; make another object"
             )
         if model not in self._others:
             self._others[model] = shared_handle(model, self.options)
+            self._others[model].keep_alive = self.keep_alive
         return self._others[model]
 
     @property
@@ -93,11 +123,13 @@ class EngineHandle:
             return self._given
         if self._given is not None:
             service = AsyncEngine(self._given).start()
-            weakref.finalize(self, _close, service, with_engine=False).atexit = False
+            weakref.finalize(self, close, service, with_engine=False).atexit = False
             return service
         assert self.model is not None
-        service = load_service(self.model, self.options)
-        weakref.finalize(self, _close, service, with_engine=True).atexit = False
+        key = (self.model, _key(self.options))
+        service = _idle.take(key)
+        service = service.start() if service is not None else _load(self.model, self.options)
+        weakref.finalize(self, _retire, key, service, self.options, self._terms).atexit = False
         return service
 
     def __copy__(self) -> EngineHandle:
@@ -145,12 +177,23 @@ def load_service(model: str, options: Mapping[str, Any]) -> Any:
     return AsyncEngine(engine).start()
 
 
-def _close(service: Any, *, with_engine: bool) -> None:
-    service.close(graceful=False)
-    if with_engine:
-        # Dropped by garbage collection inside of a step, the engine goes with its last reference instead.
-        with suppress(EngineClosed):
-            service.engine.close()
+def _load(model: str, options: Mapping[str, Any]) -> Any:
+    """``load_service``; idle engines make room if there is not enough."""
+    if isinstance(options.get("kv_cache_memory"), float):
+        # A share of the free memory, of which they would have taken theirs.
+        _idle.clear()
+    import torch
+
+    try:
+        return load_service(model, options)
+    except (MemoryError, torch.OutOfMemoryError):
+        if not _idle.clear():
+            raise
+    return load_service(model, options)
+
+
+def _retire(key: Any, service: Any, options: Mapping[str, Any], terms: Mapping[str, float]) -> None:
+    _idle.put(key, service, options, terms["keep_alive"])
 
 
 def _key(value: Any) -> Any:
@@ -163,4 +206,12 @@ def _key(value: Any) -> Any:
 
 
 def _identity(options: Mapping[str, Any]) -> str:
-    return repr(_key(options))
+    return repr(_key(without_token(options)))
+
+
+def without_token(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options but for the access token of the hub, which is a secret and changes no output."""
+    kwargs = options.get("model_kwargs")
+    if not isinstance(kwargs, Mapping) or "token" not in kwargs:
+        return dict(options)
+    return {**options, "model_kwargs": {name: value for name, value in kwargs.items() if name != "token"}}

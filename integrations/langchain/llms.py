@@ -29,8 +29,9 @@ class PagedLLM(BatchesTogether, PagedModel, BaseLLM):
         llm.invoke("Water boils at", stop=["."], max_tokens=20)
         llm.batch(prompts, {"max_concurrency": 32}, return_exceptions=True)
 
-    Objects of equal ``model`` and ``engine_kwargs`` share one engine, loaded on first use and closed with the last of
-    them. Each sampling parameter may be given to the constructor, to a call, to ``bind`` or as a configurable field.
+    Objects of equal ``model`` and ``engine_kwargs`` share one engine, loaded on first use and closed ``keep_alive``
+    seconds after the last of them. Each sampling parameter may be given to the constructor, to a call, to ``bind`` or
+    as a configurable field.
     """
 
     @property
@@ -82,9 +83,9 @@ class PagedLLM(BatchesTogether, PagedModel, BaseLLM):
         if self._streams_tokens(prompts, run_manager, kwargs):
             return _merged(list(self._stream(prompts[0], stop, run_manager, **kwargs)))
         service = self._handle(kwargs).service()
-        handles = [self._submit(service, self._tokenize(prompt), stop, kwargs) for prompt in prompts]
+        handles = [self._submit(service, self._tokenize(prompt, service), stop, kwargs) for prompt in prompts]
         try:
-            return self._result([self._wait(handle) for handle in handles], kwargs)
+            return self._result([self._wait(handle) for handle in handles], service, kwargs)
         except BaseException:
             for handle in handles:
                 handle.cancel()
@@ -100,9 +101,9 @@ class PagedLLM(BatchesTogether, PagedModel, BaseLLM):
         if self._streams_tokens(prompts, run_manager, kwargs):
             return _merged([chunk async for chunk in self._astream(prompts[0], stop, run_manager, **kwargs)])
         service = await self._handle(kwargs).aservice()
-        handles = [self._submit(service, self._tokenize(prompt), stop, kwargs) for prompt in prompts]
+        handles = [self._submit(service, self._tokenize(prompt, service), stop, kwargs) for prompt in prompts]
         try:
-            return self._result([await self._await(handle) for handle in handles], kwargs)
+            return self._result([await self._await(handle) for handle in handles], service, kwargs)
         except BaseException:
             for handle in handles:
                 handle.cancel()
@@ -116,10 +117,10 @@ class PagedLLM(BatchesTogether, PagedModel, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         service = self._handle(kwargs).service()
-        handle = self._submit(service, self._tokenize(prompt), stop, kwargs, n=1)
+        handle = self._submit(service, self._tokenize(prompt, service), stop, kwargs, n=1)
         with closing(self._deltas(handle)) as deltas:
             for delta in deltas:
-                chunk = self._chunk(delta.text, handle.outputs if delta.finish_reason else None, kwargs)
+                chunk = self._chunk(delta.text, handle.outputs if delta.finish_reason else None, service, kwargs)
                 if run_manager is not None:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -132,10 +133,10 @@ class PagedLLM(BatchesTogether, PagedModel, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         service = await self._handle(kwargs).aservice()
-        handle = self._submit(service, self._tokenize(prompt), stop, kwargs, n=1)
+        handle = self._submit(service, self._tokenize(prompt, service), stop, kwargs, n=1)
         async with aclosing(self._adeltas(handle)) as deltas:
             async for delta in deltas:
-                chunk = self._chunk(delta.text, handle.outputs if delta.finish_reason else None, kwargs)
+                chunk = self._chunk(delta.text, handle.outputs if delta.finish_reason else None, service, kwargs)
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -152,18 +153,25 @@ class PagedLLM(BatchesTogether, PagedModel, BaseLLM):
         listens = any(isinstance(handler, _StreamingCallbackHandler) for handler in run_manager.handlers)
         return bool(self.streaming or stream or listens)
 
-    def _chunk(self, text: str, ended: list[RequestOutput] | None, kwargs: dict[str, Any]) -> GenerationChunk:
-        info = self._info(ended[0], ended, kwargs) if ended and ended[0].finished else None
+    def _chunk(
+        self, text: str, ended: list[RequestOutput] | None, service: Any, kwargs: dict[str, Any]
+    ) -> GenerationChunk:
+        info = self._info(ended[0], ended, service, kwargs) if ended and ended[0].finished else None
         # A timeout and the like raise instead of ending well.
         return GenerationChunk(text=text, generation_info=info)
 
-    def _info(self, output: RequestOutput, outputs: list[RequestOutput], kwargs: dict[str, Any]) -> dict[str, Any]:
-        info = details(output, kwargs.get("model") or self.model, self._tokenizer())
+    def _info(
+        self, output: RequestOutput, outputs: list[RequestOutput], service: Any, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        info = details(output, kwargs.get("model") or self.model, self._tokenizer(service))
         return {**info, "token_usage": token_usage(outputs)}
 
-    def _result(self, ended: list[list[RequestOutput]], kwargs: dict[str, Any]) -> LLMResult:
+    def _result(self, ended: list[list[RequestOutput]], service: Any, kwargs: dict[str, Any]) -> LLMResult:
         generations = [
-            [Generation(text=output.text, generation_info=self._info(output, outputs, kwargs)) for output in outputs]
+            [
+                Generation(text=output.text, generation_info=self._info(output, outputs, service, kwargs))
+                for output in outputs
+            ]
             for outputs in ended
         ]
         usage = sum_usage([token_usage(outputs) for outputs in ended])

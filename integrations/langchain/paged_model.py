@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-import difflib
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
+from paged_backend.integrations.langchain.argument_names import hint
 from paged_backend.integrations.langchain.cancel_scope import CancelScope
-from paged_backend.integrations.langchain.engines import EngineHandle, handle_of, shared_handle
+from paged_backend.integrations.langchain.engines import (
+    KEEP_ALIVE,
+    EngineHandle,
+    handle_of,
+    shared_handle,
+    without_token,
+)
 from paged_backend.integrations.langchain.errors import (
     PagedClosedError,
     PagedInvalidRequestError,
@@ -34,6 +50,10 @@ SAMPLING = (
 SCHEDULING = ("priority", "deadline_s", "timeout", "queue_timeout_s", "client_id", "cache_salt")
 # Constructor arguments of models behind a service, which have no meaning here.
 IGNORED = frozenset({"api_key", "base_url", "max_retries"})
+# Fields by which the engine is found.
+NAMES_ENGINE = frozenset({"model", "engine_kwargs", "engine", "keep_alive"})
+
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class PagedModel(BaseModel):
@@ -45,6 +65,9 @@ class PagedModel(BaseModel):
     """Further arguments of ``Engine.from_pretrained``: the engine's options, and ``model_kwargs``."""
     engine: Any = Field(default=None, exclude=True, repr=False)
     """The shared handle on the engine, found by ``model`` and ``engine_kwargs``; it loads nothing before it is used."""
+    keep_alive: float = Field(default=KEEP_ALIVE, ge=0)
+    """Seconds that a loaded engine stays for the next object when the last one is gone; 0 frees it at once. Of objects
+    that share an engine, the one that was made or used last decides."""
 
     max_tokens: int | None = None
     """Most output tokens; by default 1024, or as many as the model has room for."""
@@ -59,8 +82,8 @@ class PagedModel(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     bad_words: list[Any] | None = None
-    stop: list[str] | None = Field(default=None, alias="stop_sequences")
-    """Texts that end the output and are no part of it; those of a call come on top."""
+    stop: Texts | None = Field(default=None, alias="stop_sequences")
+    """A text or texts that end the output and are no part of it; those of a call come on top."""
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
@@ -80,7 +103,8 @@ class PagedModel(BaseModel):
     """Seconds after which the request ends with ModelTimeoutError."""
     queue_timeout_s: float | None = None
     client_id: str | None = None
-    cache_salt: str | None = None
+    cache_salt: SecretStr | None = None
+    """Only requests of the same salt share cached prefixes."""
 
     streaming: bool = False
     """Produce the output token by token, for callbacks, also where it is not asked for as a stream."""
@@ -92,25 +116,32 @@ class PagedModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown_fields(cls, values: Any) -> Any:
+    def _take_known_fields(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
         names = set(cls.model_fields) | {field.alias for field in cls.model_fields.values() if field.alias}
         for name in values:
             if name not in names and name not in IGNORED:
-                raise ValueError(f"unknown field {name!r}{_suggestion(name, names)}")
-        return {name: value for name, value in values.items() if name not in IGNORED}
+                raise ValueError(f"unknown field {name!r}{hint(name, names)}")
+        kept = {name: value for name, value in values.items() if name not in IGNORED}
+        if "engine" in kept:
+            # Before others' validators, which ask it.
+            kept["engine"] = _as_handle(kept["engine"], kept.get("model", kept.get("model_name")))
+        return kept
 
     @model_validator(mode="after")
-    def _find_engine(self) -> Self:
-        handle = self.engine
-        if handle is not None and not isinstance(handle, EngineHandle):
-            handle = handle_of(handle)
-        if handle is None or not handle.serves(self.model, self.engine_kwargs):
-            handle = shared_handle(self.model, self.engine_kwargs)
-        if handle is not self.engine:
-            self.engine = handle
+    def _begin_with_an_engine(self) -> Self:
+        self._find_engine()
         return self
+
+    def _find_engine(self) -> EngineHandle:
+        """The engine that the fields name, which is this model's from now on."""
+        handle = _as_handle(self.engine, self.model)
+        if handle is None or not (handle.is_given or handle.serves(self.model, self.engine_kwargs)):
+            handle = shared_handle(self.model, self.engine_kwargs)
+        handle.keep_alive = self.keep_alive
+        self.__dict__["engine"] = handle
+        return handle
 
     @classmethod
     def from_engine(cls, engine: Any, **fields: Any) -> Self:
@@ -118,7 +149,33 @@ class PagedModel(BaseModel):
         if "model" not in fields and "model_name" not in fields:
             tokenizer = getattr(engine, "engine", engine).tokenizer
             fields["model"] = getattr(tokenizer, "name_or_path", "") or "paged"
-        return cls(engine=handle_of(engine), **fields)
+        return cls(engine=engine, **fields)
+
+    # Fields that change
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in NAMES_ENGINE:
+            self._follow()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced, and the engine that these name."""
+        update = update or {}
+        for name in update:
+            if name not in type(self).model_fields:
+                raise PagedInvalidRequestError(f"unknown field {name!r}{hint(name, type(self).model_fields)}")
+        copied = super().model_copy(update=update, deep=deep)
+        if not NAMES_ENGINE.isdisjoint(update):
+            copied._follow()
+        return copied
+
+    def _follow(self) -> None:
+        """Look again for what is found by the model's name."""
+        self._find_engine()
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, without_token(value) if name == "engine_kwargs" else value
 
     # Parameters
 
@@ -126,17 +183,26 @@ class PagedModel(BaseModel):
         """What this model and a call together say of the output, but for the stop texts."""
         names = (*SAMPLING, "logprobs", "top_logprobs")
         chosen = {name: kwargs[name] if kwargs.get(name) is not None else getattr(self, name) for name in names}
-        return {name: value for name, value in chosen.items() if value is not None}
+        return {name: self._checked(name, value) for name, value in chosen.items() if value is not None}
 
     def _stops(self, stop: Sequence[str] | str | None) -> list[str]:
-        more = [stop] if isinstance(stop, str) else list(stop or ())
-        return list(dict.fromkeys([*(self.stop or ()), *more]))
+        own, more = (self._checked("stop", value) or () for value in (self.stop, stop))
+        return list(dict.fromkeys([*own, *more]))
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """What the constructor makes of a value, wherever it was given."""
+        try:
+            return _type_of(type(self), name).validate_python(value)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"]
+            raise PagedInvalidRequestError(f"{name}={value!r:.200} cannot be used: {message}") from error
 
     def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        known = {*SAMPLING, *SCHEDULING, "logprobs", "top_logprobs", "model", "stream", *self.call_arguments}
+        known = {*SAMPLING, *SCHEDULING, "logprobs", "top_logprobs", "model", "stop", "stream", *self.call_arguments}
         for name in kwargs:
             if name not in known:
-                raise PagedInvalidRequestError(f"unknown argument {name!r}{_suggestion(name, known)}")
+                fields = type(self).model_fields
+                raise PagedInvalidRequestError(f"unknown argument {name!r}{hint(name, known, fields)}")
 
     def _key_params(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that may change the output, for caches and traces."""
@@ -149,9 +215,7 @@ class PagedModel(BaseModel):
     # Requests
 
     def _handle(self, kwargs: Mapping[str, Any]) -> EngineHandle:
-        model = kwargs.get("model")
-        handle: EngineHandle = self.engine if model in (None, self.model) else self.engine.for_model(model)
-        return handle
+        return self._find_engine().for_model(kwargs.get("model") or self.model)
 
     def _submit(
         self, service: Any, prompt: list[int], stop: Sequence[str] | None, kwargs: Mapping[str, Any], **more: Any
@@ -168,14 +232,23 @@ class PagedModel(BaseModel):
             limit = service.engine.max_model_len
             room = DEFAULT_MAX_TOKENS if limit is None else min(DEFAULT_MAX_TOKENS, limit - len(prompt))
             sampling["max_tokens"] = max(1, room, sampling.get("min_tokens", 0))
+        if not sampling.get("ignore_eos"):
+            ends = self._turn_ends(service.engine, kwargs)
+            sampling["stop_token_ids"] = [*sampling.get("stop_token_ids", ()), *ends]
         options = {name: kwargs.get(name, getattr(self, name)) for name in SCHEDULING}
         options["timeout_s"] = options.pop("timeout")
         options = {name: value for name, value in options.items() if value is not None}
+        if isinstance(options.get("cache_salt"), SecretStr):
+            options["cache_salt"] = options["cache_salt"].get_secret_value()
         with translated():
             params = SamplingParams(stop=self._stops(stop), **sampling)
             handle: Handle = service.submit(prompt, params, **options)
         CancelScope.register(handle)
         return handle
+
+    def _turn_ends(self, engine: Any, kwargs: Mapping[str, Any]) -> Sequence[int]:
+        """Tokens that end an output beside the model's own."""
+        return ()
 
     def _wait(self, handle: Handle) -> list[RequestOutput]:
         with translated():
@@ -199,19 +272,35 @@ class PagedModel(BaseModel):
                     yield delta
         _complete(handle)
 
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str, service: Any = None) -> list[int]:
+        """The ids of a text by the tokenizer of a service, by default this model's."""
         from paged_backend import tokenizer_lock
 
-        tokenizer = self._tokenizer()
+        tokenizer = self._tokenizer(service or self._handle({}).service())
         with tokenizer_lock(tokenizer):
             ids: list[int] = tokenizer(text)["input_ids"]
         return ids
 
-    def _tokenizer(self) -> Any:
-        tokenizer = self.engine.service().engine.tokenizer
+    def _tokenizer(self, service: Any) -> Any:
+        tokenizer = service.engine.tokenizer
         if tokenizer is None:
             raise PagedInvalidRequestError("the engine has no tokenizer; give it one: Engine(model, tokenizer)")
         return tokenizer
+
+
+def _as_handle(engine: Any, model: Any) -> EngineHandle | None:
+    """The handle of a given engine, which goes by the name ``model`` from now on."""
+    if engine is None or isinstance(engine, EngineHandle):
+        return engine
+    handle = handle_of(engine)
+    handle.name(model)
+    return handle
+
+
+@cache
+def _type_of(cls: type[PagedModel], name: str) -> TypeAdapter[Any]:
+    annotation: Any = cls.model_fields[name].annotation
+    return TypeAdapter(annotation)
 
 
 def _complete(handle: Handle) -> list[RequestOutput]:
@@ -227,8 +316,3 @@ def _complete(handle: Handle) -> list[RequestOutput]:
         if output.finish_reason == "abort":
             raise PagedClosedError(f"request {output.request_id} was cancelled, or the engine closed under it")
     return outputs
-
-
-def _suggestion(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

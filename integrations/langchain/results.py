@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
+
+from paged_backend.integrations.langchain.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from paged_backend import RequestOutput
@@ -24,6 +27,30 @@ def usage_metadata(outputs: Sequence[RequestOutput], num_reasoning_tokens: int =
     if num_reasoning_tokens:
         usage["output_token_details"] = OutputTokenDetails(reasoning=num_reasoning_tokens)
     return usage
+
+
+def num_tokens_of(part: str, output: RequestOutput, tokenizer: Any) -> int:
+    """How many of an output's tokens spell this part of its text."""
+    from paged_backend import tokenizer_lock
+
+    token_ids, decode = output.token_ids, output.decode
+    assert decode is not None, "an output with a text has tokens that were decoded"
+
+    def length(count: int) -> int:
+        # A part of a character is none yet.
+        return len(decode(token_ids[:count]).rstrip("\ufffd"))
+
+    with tokenizer_lock(tokenizer):
+        start = decode(token_ids).find(part)
+        if start < 0:
+            # Put together from several places.
+            return min(len(token_ids), len(tokenizer.encode(part, add_special_tokens=False)))
+        counts = range(len(token_ids) + 1)
+        first, last = (bisect_left(counts, place, key=length) for place in (start, start + len(part)))
+        # Special tokens in front are no part of the text.
+        while token_ids[first] in tokenizer.all_special_ids:
+            first += 1
+        return min(last, len(token_ids)) - first
 
 
 def token_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -47,7 +74,8 @@ def sum_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def details(output: RequestOutput, model: str, tokenizer: Any) -> dict[str, Any]:
-    """Why it ended, which model it was, how long it took (seconds), and its logprobs if they were asked for.
+    """Why it ended, by which stop text or stop token if by one, which model it was, how long it took (seconds), and
+    its logprobs if they were asked for.
 
     Streams give it with their last chunk: merged chunks join texts and refuse two different floats.
     """
@@ -63,6 +91,8 @@ def details(output: RequestOutput, model: str, tokenizer: Any) -> dict[str, Any]
         "model_name": model,
         "timings": {name: moment - start for name, moment in moments.items() if moment is not None},
     }
+    if output.stop_reason is not None:
+        found["stop_reason"] = output.stop_reason
     if output.logprobs is not None:
         found["logprobs"] = {"content": openai_logprobs(output, tokenizer)}
     return found
@@ -74,13 +104,14 @@ def openai_logprobs(output: RequestOutput, tokenizer: Any) -> list[dict[str, Any
 
     entries = []
     with tokenizer_lock(tokenizer):
+        spell, is_first = TokenBytes(tokenizer), True
+
+        def logprob(token_id: int, value: float) -> dict[str, Any]:
+            spelt = spell(token_id, is_first=is_first)
+            return {"token": spelt.decode(errors="replace"), "bytes": list(spelt), "logprob": value}
+
         for token_id, top in zip(output.token_ids, output.logprobs or (), strict=True):
-            likeliest = sorted(top.items(), key=lambda item: -item[1])
-            shown = [_logprob(tokenizer, other, value) for other, value in likeliest]
-            entries.append({**_logprob(tokenizer, token_id, top[token_id]), "top_logprobs": shown})
+            likeliest = [logprob(*other) for other in sorted(top.items(), key=lambda item: -item[1])]
+            entries.append({**logprob(token_id, top[token_id]), "top_logprobs": likeliest})
+            is_first = is_first and token_id in spell.special_ids
     return entries
-
-
-def _logprob(tokenizer: Any, token_id: int, value: float) -> dict[str, Any]:
-    text: str = tokenizer.decode([token_id])
-    return {"token": text, "bytes": list(text.encode()), "logprob": value}

@@ -33,7 +33,9 @@ def structured_output(
         return bound | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    # Not RunnableMap(raw=bound), whose own pool of threads would run a batch few at a time.
+    raw = bound | RunnableMap(raw=RunnablePassthrough())
+    return raw | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
 
 def _bound(

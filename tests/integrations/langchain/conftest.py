@@ -10,7 +10,7 @@ from scripted_engine import ScriptedService, scripted_service
 from service_checks import assert_idle, wait_until
 
 from paged_backend import hookimpl
-from paged_backend.integrations.langchain import ChatPaged, PagedLLM
+from paged_backend.integrations.langchain import ChatPaged, PagedLLM, engines
 
 
 class Seen:
@@ -47,6 +47,7 @@ def service(watcher: Seen) -> Iterator[ScriptedService]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(service: ScriptedService) -> Iterator[None]:
     yield
+    engines._idle.clear()
     set_llm_cache(None)
     service.writer = lambda prompt, params: None
     service.prompts.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 from uuid import UUID
@@ -41,6 +42,31 @@ def test_a_batch_of_many_runs_together(model: Model, seen: Any) -> None:
     assert seen.peak > 6
     assert seen.steps < 64 * 12 / 4
     assert results[::16] == [texts([model.invoke(prompt)])[0] for prompt in prompts[::16]]
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+@pytest.mark.parametrize("include_raw", [False, True])
+def test_a_batch_of_structured_answers_runs_together(
+    service: ScriptedService, seen: Any, include_raw: bool, method: Any
+) -> None:
+    def write(prompt: str, params: Any) -> str:
+        answer = {"number": int(re.findall(r"number (\d+)", prompt)[-1])}
+        return json.dumps({"name": "Answer", "arguments": answer} if method == "function_calling" else answer)
+
+    service.writer = write
+    schema = {"title": "Answer", "type": "object", "properties": {"number": {"type": "integer"}}, "description": "x"}
+    chain = ChatPaged.from_engine(service, max_tokens=99).with_structured_output(
+        schema, method=method, include_raw=include_raw
+    )
+    prompts = [f"number {number}" for number in range(30)]
+    results = chain.batch(prompts)
+    assert [result["parsed"] if include_raw else result for result in results] == [{"number": n} for n in range(30)]
+    assert seen.peak == 30
+    if include_raw:
+        assert all(result["raw"].usage_metadata and result["parsing_error"] is None for result in results)
+    seen.reset()
+    assert asyncio.run(chain.abatch(prompts)) is not None
+    assert seen.peak == 30
 
 
 def test_an_async_batch_runs_together(model: Model, seen: Any) -> None:

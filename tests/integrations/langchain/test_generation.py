@@ -263,7 +263,7 @@ def test_logprobs_have_openais_shape_also_in_streams(chat: ChatPaged, count: int
     assert len(content) == 12
     for entry in content:
         assert entry["logprob"] < 0
-        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]
         assert len(entry["top_logprobs"]) in ((1,) if count is None else (2, 3))
     assert "logprobs" not in chat.invoke("Hello").response_metadata
 
@@ -335,20 +335,6 @@ def test_scheduling_arguments_reach_the_policy() -> None:
     assert seen == [(3, "a", True), (3, "a", True), (0, None, False)]
     service.close()
     service.engine.close()
-
-
-def test_an_unknown_argument_is_refused_with_the_nearest_name(model: Model) -> None:
-    with pytest.raises(ModelInvalidRequestError, match="max_new_tokens"):
-        model.invoke("x", max_new_tokens=5)
-    with pytest.raises(ModelInvalidRequestError, match="did you mean 'temperature'"):
-        model.invoke("x", temprature=0.5)
-    with pytest.raises(ModelInvalidRequestError, match="did you mean 'temperature'"):
-        list(model.stream("x", temprature=0.5))
-
-
-def test_an_unknown_field_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match="did you mean 'temperature'"):
-        ChatPaged(model="x", temprature=0.5)
 
 
 def test_a_value_that_cannot_be_used_is_an_invalid_request_and_a_value_error(model: Model) -> None:
@@ -448,18 +434,6 @@ def test_constructing_loads_nothing_and_equal_models_share_one_engine(folder: st
     assert not other.engine.is_loaded
 
 
-def test_the_engine_closes_with_the_last_model_and_loads_again_for_the_next(folder: str) -> None:
-    chat, llm = ChatPaged(model=folder, max_tokens=3), PagedLLM(model=folder, max_tokens=3)
-    first = chat.invoke("x").text
-    engine = chat.engine.service().engine
-    del chat
-    assert llm.invoke("x")
-    assert not engine.is_closed
-    del llm
-    assert engine.is_closed
-    assert ChatPaged(model=folder, max_tokens=3).invoke("x").text == first
-
-
 def test_concurrent_first_calls_load_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = []
     real = engines.load_service
@@ -487,20 +461,6 @@ def test_a_configured_call_keeps_the_engine(service: ScriptedService, chat: Chat
     message = configurable.invoke("x", {"configurable": {"max_tokens": 4}})
     assert message.usage_metadata["output_tokens"] == 4
     assert len(service.params) == 1
-
-
-def test_another_model_by_name_is_not_served_by_a_given_engine(model: Model) -> None:
-    with pytest.raises(ModelNotFoundError, match="other"):
-        model.invoke("x", model="other")
-
-
-def test_another_model_by_name_is_loaded_with_the_same_options(folder: str, tmp_path: Path) -> None:
-    other = str(save_tiny(tmp_path / "other", family="qwen2"))
-    for cls in (ChatPaged, PagedLLM):
-        model = cls(model=folder, max_tokens=4, ignore_eos=True)
-        assert text_of(model.invoke("x", model=other)) == text_of(
-            cls(model=other, max_tokens=4, ignore_eos=True).invoke("x")
-        )
 
 
 def test_models_are_copied_deeply_and_traced_without_their_engine(model: Model) -> None:
