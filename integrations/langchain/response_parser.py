@@ -128,11 +128,9 @@ class ResponseParser:
         assert self._format is not None
         assert self._format.begin is not None
         end = self._format.end or ""
-        place = self._format.end_of_call(self._buffer)
+        place = self._format.end_of_call(self._buffer, final)
         if place < 0 and not final:
             return
-        if place < 0 and end:
-            place = self._buffer.find(end)
         if place < 0:
             body, mark, self._buffer = self._buffer, "", ""
         else:

@@ -34,7 +34,9 @@ def structured_output(
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     # The model comes first, for the first of a chain gets the arguments of a call and runs a batch its own way.
-    return bound | RunnableMap(raw=RunnablePassthrough()) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    return (
+        bound | RunnableMap(raw=RunnablePassthrough()) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    )
 
 
 def _bound(

@@ -31,23 +31,26 @@ class ToolFormat:
         """All of them, which are special tokens in many models."""
         return tuple(mark for mark in (self.begin, self.end, *self.inner) if mark is not None)
 
-    def end_of_call(self, text: str) -> int:
-        """Where in ``text``, which follows ``begin``, the mark stands that ends the call; -1 if it is not there yet.
+    def end_of_call(self, text: str, final: bool) -> int:
+        """Where in ``text``, which follows ``begin``, the mark stands that ends the call; -1 if it does not yet.
 
-        One within a JSON string is a part of the arguments.
+        One within a JSON string is a part of the arguments. final: nothing more comes.
         """
         first = text.find(self.end) if self.end is not None else -1
         if first < 0 or self.end is None:
             return -1
         places = re.finditer(rf'"(?:[^"\\]|\\.)*"?|{re.escape(self.end)}', text, flags=re.DOTALL)
         place = next((found.start() for found in places if found[0] == self.end), -1)
-        if place > first:
-            try:
-                self.read(text[:place])
-            except (ValueError, RecursionError):
-                # Its quotation marks go astray, and so tell nothing.
-                return first
-        return place
+        is_read = place == first or (place < 0 and not final) or self._reads(text[:place] if place >= 0 else text)
+        # Quotation marks that go astray tell nothing.
+        return place if is_read else first
+
+    def _reads(self, text: str) -> bool:
+        try:
+            self.read(text)
+        except (ValueError, RecursionError):
+            return False
+        return True
 
 
 def read_answer_calls(text: str, tools: Collection[str]) -> Calls:
