@@ -202,7 +202,7 @@ def _tool_format(parser: Any, template: str) -> ToolFormat | WholeParser:
         if parser not in FORMATS:
             raise PagedInvalidRequestError(f"tool_parser={parser!r} is unknown; choose from {', '.join(FORMATS)}")
         return FORMATS[str(parser)]
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def _marks(tools: ToolFormat | WholeParser | None, tokenizer: Any) -> tuple[str, ...]:

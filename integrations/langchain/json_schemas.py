@@ -21,7 +21,9 @@ def schema_of(source: Any) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return _schema_in(source)
     if isinstance(source, type) and is_basemodel_subclass(source):
-        own: dict[str, Any] = source.model_json_schema() if hasattr(source, "model_json_schema") else source.schema()
+        # Classes of pydantic 1 call it otherwise.
+        given: Any = source
+        own: dict[str, Any] = given.model_json_schema() if hasattr(given, "model_json_schema") else given.schema()
         return own
     try:
         return convert_to_json_schema(source)

@@ -66,7 +66,7 @@ def _with_references(schema: Any, change: Callable[[str], str]) -> Any:
         return [_with_references(item, change) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    copy = {}
+    copy: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str):
             copy[key] = change(value)
