@@ -19,18 +19,18 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from langchain_core.runnables.config import ContextThreadPoolExecutor
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field, model_validator
 
 from paged_backend import __version__
 from paged_backend.integrations.langchain.batches import BatchesTogether
 from paged_backend.integrations.langchain.cancel_scope import CancelScope
-from paged_backend.integrations.langchain.chat_request import ChatRequest, chat_request, tool_choice
+from paged_backend.integrations.langchain.chat_request import SETTINGS, ChatRequest, chat_request, tool_choice
 from paged_backend.integrations.langchain.paged_model import SCHEDULING, PagedModel
 from paged_backend.integrations.langchain.profiles import profile_of
 from paged_backend.integrations.langchain.response_parser import Piece
 from paged_backend.integrations.langchain.results import details, num_tokens_of, token_usage, usage_metadata
 from paged_backend.integrations.langchain.structured_output import structured_output
+from paged_backend.integrations.langchain.tools import openai_tools
 
 if TYPE_CHECKING:
     from paged_backend import RequestOutput
@@ -61,7 +61,7 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
     stream_usage: bool = True
 
     call_arguments: ClassVar[frozenset[str]] = frozenset(
-        {"tools", "tool_choice", "parallel_tool_calls", "response_format", "strict", "stream_usage"}
+        {"tools", "tool_choice", "parallel_tool_calls", "response_format", "strict", "stream_usage", *SETTINGS}
     )
 
     @property
@@ -234,7 +234,7 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
         parallel_tool_calls: False keeps the first call only. response_format: what an answer without a call must be.
         Further arguments are those of a call, such as ``priority``.
         """
-        converted = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        converted = openai_tools(tools, strict)
         _check_choice(tool_choice, converted)
         given = {
             "tool_choice": tool_choice,
@@ -272,9 +272,10 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None, **kwargs: Any
     ) -> int:
         """How many tokens the prompt of these messages and tools has; further arguments are those of a call."""
-        converted = [convert_to_openai_tool(tool) for tool in tools or ()]
+        if not messages:
+            return 0
         service = self._handle(kwargs).service()
-        return len(self._request(service, messages, {**kwargs, "tools": converted}).prompt)
+        return len(self._request(service, messages, {**kwargs, "tools": tools}).prompt)
 
     # Inside
 

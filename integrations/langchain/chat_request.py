@@ -8,16 +8,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage
 
 from paged_backend.integrations.langchain.errors import PagedInvalidRequestError
-from paged_backend.integrations.langchain.json_schemas import call_schema, closed
-from paged_backend.integrations.langchain.messages import knows_tools, template_messages
+from paged_backend.integrations.langchain.json_schemas import call_schema
+from paged_backend.integrations.langchain.messages import conversations, in_words, knows_tools
 from paged_backend.integrations.langchain.response_parser import ResponseParser, WholeParser
 from paged_backend.integrations.langchain.tool_formats import FORMATS, ToolFormat, format_of_template
+from paged_backend.integrations.langchain.tools import openai_tools
 
 if TYPE_CHECKING:
     from paged_backend.integrations.langchain.chat_models import ChatPaged
+
+# Fields of ChatPaged that a call may also give.
+SETTINGS = ("chat_template", "chat_template_kwargs", "tool_parser", "reasoning_tags")
+# Arguments of apply_chat_template that are settled here.
+_NO_VARIABLES = frozenset(
+    {"conversation", "tools", "chat_template", "tokenize", "return_dict", "sanitize_control_tokens", "return_tensors"}
+    | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"}
+)
 
 
 @dataclass
@@ -29,10 +38,14 @@ class ChatRequest:
     reasoning_tags: tuple[str, str] | None = None
     is_reasoning: bool = False
     tools: ToolFormat | WholeParser | None = None
+    tool_names: tuple[str, ...] = ()
     max_calls: int | None = None
+    is_forced: bool = False
 
     def parser(self) -> ResponseParser:
-        return ResponseParser(self.reasoning_tags, self.is_reasoning, self.tools, self.max_calls)
+        return ResponseParser(
+            self.reasoning_tags, self.is_reasoning, self.tools, self.tool_names, self.max_calls, self.is_forced
+        )
 
 
 def chat_request(
@@ -42,21 +55,27 @@ def chat_request(
 
     Raises PagedInvalidRequestError for what the template or the model cannot take.
     """
-    tools = list(kwargs.get("tools") or ())
+    settings = {name: kwargs.get(name, getattr(model, name)) for name in SETTINGS}
+    variables = {**model.chat_template_kwargs, **(kwargs.get("chat_template_kwargs") or {})}
+    tools = openai_tools(kwargs.get("tools"))
     choice = tool_choice(kwargs.get("tool_choice"), tools)
     if choice == "none":
         tools = []
-    template = chat_template(model, tokenizer, with_tools=bool(tools))
-    ids, ending = _render(model, tokenizer, template, messages, tools)
-    request = ChatRequest(ids, reasoning_tags=_reasoning_tags(model, template))
-    request.is_reasoning = request.reasoning_tags is not None and ending.endswith(request.reasoning_tags[0])
+    template = _chat_template(model, settings["chat_template"], tokenizer, with_tools=bool(tools))
+    ids, ending = _render(model, tokenizer, template, variables, messages, tools)
+    request = ChatRequest(ids, reasoning_tags=_reasoning_tags(settings["reasoning_tags"], template))
+    if request.reasoning_tags is not None:
+        begin, end = request.reasoning_tags
+        continues = bool(variables.get("continue_final_message"))
+        request.is_reasoning = ending.rfind(begin) > ending.rfind(end) if continues else ending.endswith(begin)
     answer = _answer_schema(kwargs.get("response_format"))
     if tools:
-        request.tools = _tool_format(model, template)
+        request.tools = _tool_format(settings["tool_parser"], template)
+        request.tool_names = tuple(tool["function"]["name"] for tool in tools)
         request.max_calls = 1 if kwargs.get("parallel_tool_calls") is False else None
     forced = [tool for tool in tools if choice in ("any", tool["function"]["name"])]
-    if forced or (answer is not None and not tools):
-        request.sampling["json_schema"] = call_schema(forced) if forced else closed(answer)
+    if forced:
+        request.sampling["json_schema"], request.is_forced = call_schema(forced), True
     elif answer is not None:
         request.sampling["json_schema"] = call_schema(tools, answer)
     if request.sampling:
@@ -65,9 +84,13 @@ def chat_request(
             request.tools = FORMATS["json"]
         if request.is_reasoning and request.reasoning_tags is not None:
             request.prompt += _encode(tokenizer, f"\n{request.reasoning_tags[1]}\n\n")
-        if forced and template and "<tool_call>" in template:
+        if forced and "<tool_call>" in template:
             request.prompt += _encode(tokenizer, "<tool_call>\n")
         request.reasoning_tags, request.is_reasoning = None, False
+    marks = (*(request.reasoning_tags or ()), *_marks(request.tools, tokenizer))
+    if marks:
+        # Many models write them as special tokens.
+        request.sampling["shown_special_tokens"] = marks
     return request
 
 
@@ -91,9 +114,9 @@ def tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     return str(value)
 
 
-def chat_template(model: ChatPaged, tokenizer: Any, *, with_tools: bool) -> str:
+def _chat_template(model: ChatPaged, given: str | None, tokenizer: Any, *, with_tools: bool) -> str:
     """The template in use."""
-    template = model.chat_template or tokenizer.chat_template
+    template = given or tokenizer.chat_template
     if isinstance(template, Mapping):
         template = template.get("tool_use" if with_tools else "default") or template.get("default")
     if not template:
@@ -104,33 +127,58 @@ def chat_template(model: ChatPaged, tokenizer: Any, *, with_tools: bool) -> str:
 
 
 def _render(
-    model: ChatPaged, tokenizer: Any, template: str, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]]
+    model: ChatPaged,
+    tokenizer: Any,
+    template: str,
+    variables: Mapping[str, Any],
+    messages: Sequence[BaseMessage],
+    tools: Sequence[dict[str, Any]],
 ) -> tuple[list[int], str]:
     """The prompt's ids, and how it ends."""
     from paged_backend import tokenizer_lock
 
+    _check_messages(messages, variables)
+    shown_tools = list(tools) if tools and knows_tools(template) else None
+    options = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+    options |= {"chat_template": template, "tools": shown_tools}
+    refusal: Exception | None = None
+    for conversation in conversations(messages, tools, template):
+        try:
+            with tokenizer_lock(tokenizer):
+                if tools and not shown_tools and not _shows(tokenizer, conversation, tools, options):
+                    continue
+                ids: list[int] = tokenizer.apply_chat_template(
+                    conversation, tokenize=True, return_dict=False, **options
+                )
+                return ids, tokenizer.decode(ids if variables.get("continue_final_message") else ids[-16:]).rstrip()
+        except (TemplateError, TypeError, ValueError) as error:
+            refusal = refusal or error
+    problem = refusal or "it leaves out what it is to say of tools"
+    raise PagedInvalidRequestError(f"the chat template of model={model.model!r} refused: {problem}") from refusal
+
+
+def _check_messages(messages: Sequence[BaseMessage], variables: Mapping[str, Any]) -> None:
     if not messages:
         raise PagedInvalidRequestError("there are no messages; give at least one")
-    conversation = template_messages(messages, tools, template)
-    for message in conversation:
+    for message in messages:
         # Templates write roles between control tokens.
-        if not re.fullmatch(r"\w+", message["role"]):
-            raise PagedInvalidRequestError(f"role={message['role']!r} is no role; use letters, digits and underscores")
-    try:
-        with tokenizer_lock(tokenizer):
-            ids: list[int] = tokenizer.apply_chat_template(
-                conversation,
-                tools=list(tools) if tools and knows_tools(template) else None,
-                chat_template=template,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                sanitize_control_tokens=True,
-                **model.chat_template_kwargs,
-            )
-            return ids, tokenizer.decode(ids[-16:]).rstrip()
-    except (TemplateError, TypeError) as error:
-        raise PagedInvalidRequestError(f"the chat template of model={model.model!r} refused: {error}") from error
+        if isinstance(message, ChatMessage) and not re.fullmatch(r"\w+", message.role):
+            raise PagedInvalidRequestError(f"role={message.role!r} is no role; use letters, digits and underscores")
+    for name in variables.keys() & _NO_VARIABLES:
+        raise PagedInvalidRequestError(f"chat_template_kwargs holds {name!r}, which is no variable of a template")
+    if variables.get("continue_final_message") and not isinstance(messages[-1], AIMessage):
+        raise PagedInvalidRequestError(
+            f"continue_final_message goes on with an AIMessage, but the last one is a {type(messages[-1]).__name__}; "
+            "end the messages with the beginning of the answer"
+        )
+
+
+def _shows(
+    tokenizer: Any, conversation: list[dict[str, Any]], tools: Sequence[dict[str, Any]], options: Mapping[str, Any]
+) -> bool:
+    """Whether the template leaves in what the conversation says of the tools; some drop the system message."""
+    text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    return all(in_words(tool) in text for tool in tools)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -141,14 +189,13 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _reasoning_tags(model: ChatPaged, template: str) -> tuple[str, str] | None:
-    if model.reasoning_tags != "auto":
-        return model.reasoning_tags
+def _reasoning_tags(tags: tuple[str, str] | str | None, template: str) -> tuple[str, str] | None:
+    if tags is None or isinstance(tags, tuple):
+        return tags
     return ("<think>", "</think>") if "</think>" in template else None
 
 
-def _tool_format(model: ChatPaged, template: str) -> ToolFormat | WholeParser:
-    parser = model.tool_parser
+def _tool_format(parser: Any, template: str) -> ToolFormat | WholeParser:
     if parser is None:
         return format_of_template(template) if knows_tools(template) else FORMATS["hermes"]
     if isinstance(parser, (str, bytes)):
@@ -156,6 +203,13 @@ def _tool_format(model: ChatPaged, template: str) -> ToolFormat | WholeParser:
             raise PagedInvalidRequestError(f"tool_parser={parser!r} is unknown; choose from {', '.join(FORMATS)}")
         return FORMATS[str(parser)]
     return parser
+
+
+def _marks(tools: ToolFormat | WholeParser | None, tokenizer: Any) -> tuple[str, ...]:
+    """What the output may hold for its reader; nobody knows what a parser of the user's looks for."""
+    if tools is None:
+        return ()
+    return tools.marks if isinstance(tools, ToolFormat) else tuple(tokenizer.get_added_vocab())
 
 
 def _answer_schema(response_format: Any) -> Mapping[str, Any] | None:

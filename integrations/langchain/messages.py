@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from langchain_core.messages import (
@@ -37,25 +37,67 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def template_messages(
+def conversations(
     messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]], template: str
-) -> list[dict[str, Any]]:
-    """A conversation for ``template``, told in words about tools, calls and results where it does not know them."""
+) -> Iterator[list[dict[str, Any]]]:
+    """A conversation for ``template``, told in words about tools, calls and results where it does not know them.
+
+    After it what it may be where the template refuses it: one in which the user and the assistant take turns, and that
+    without system messages.
+    """
     knows_calls = bool(re.search(r"\btool_calls\b", template))
     knows_results = bool(re.search(r"""["']tool["']""", template))
     rendered = [_message(message, knows_calls, knows_results) for message in messages]
     if tools and not knows_tools(template):
-        text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool) for tool in tools))
+        text = _INSTRUCTIONS.format(tools="\n".join(map(in_words, tools)))
         if rendered and rendered[0]["role"] == "system":
             rendered[0]["content"] += f"\n\n{text}"
         else:
             rendered.insert(0, {"role": "system", "content": text})
-    return rendered
+    yield rendered
+    yield _in_turns(rendered, keeps_system=True)
+    yield _in_turns(rendered, keeps_system=False)
+
+
+def in_words(tool: dict[str, Any]) -> str:
+    """What a conversation says of a tool where the template does not know tools."""
+    return json.dumps(tool)
 
 
 def knows_tools(template: str) -> bool:
     """Whether a template says what tools there are."""
     return bool(re.search(r"\btools\b", template))
+
+
+def _in_turns(conversation: list[dict[str, Any]], keeps_system: bool) -> list[dict[str, Any]]:
+    """The same with what one side says at a time as one message, and with the user beginning.
+
+    keeps_system: the first message may be the system's; the user says what the system says otherwise.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in conversation:
+        role, last = message["role"], turns[-1]["role"] if turns else "system"
+        if role == "system" and not (keeps_system and last == "system"):
+            message = {**message, "role": "user"}
+        elif role == "assistant" and last == "system":
+            turns.append({"role": "user", "content": ""})
+        if turns and turns[-1]["role"] == message["role"] != "tool":
+            turns[-1] = _joined(turns[-1], message)
+        else:
+            turns.append(message)
+    return turns
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two messages of one role as one."""
+    joined = {**second, **first}
+    for key in ("content", "reasoning_content"):
+        texts = [message[key] for message in (first, second) if message.get(key)]
+        if texts:
+            joined[key] = "\n\n".join(texts)
+    if "tool_calls" in joined:
+        joined["tool_calls"] = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    return joined
 
 
 def _message(message: BaseMessage, knows_calls: bool, knows_results: bool) -> dict[str, Any]:

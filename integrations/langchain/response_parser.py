@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from paged_backend.integrations.langchain.tool_formats import Calls, ToolFormat
+from paged_backend.integrations.langchain.tool_formats import Calls, ToolFormat, read_answer_calls
 
-_FENCE = "```"
+# How an answer in JSON begins.
+_JSON_STARTS = ("{", "[", "```")
 
 # A user's own parser: the whole content to what of it is content and its calls.
 WholeParser = Callable[[str], tuple[str, Calls]]
@@ -31,7 +33,8 @@ class ResponseParser:
 
     reasoning_tags: what stands around reasoning, if the model reasons. is_reasoning: the prompt ended with the first.
     tools: how calls are written, if there may be any, or a parser of one's own, which sees the whole at the end.
-    max_calls: further ones are dropped.
+    tool_names: what a call without a mark may name. max_calls: further ones are dropped. is_forced: the output is held
+    to being a call, so that what is none was cut short.
     """
 
     def __init__(
@@ -39,11 +42,15 @@ class ResponseParser:
         reasoning_tags: tuple[str, str] | None = None,
         is_reasoning: bool = False,
         tools: ToolFormat | WholeParser | None = None,
+        tool_names: Collection[str] = (),
         max_calls: int | None = None,
+        is_forced: bool = False,
     ) -> None:
         self._tags = reasoning_tags
         self._format = tools if isinstance(tools, ToolFormat) else None
         self._parser = tools if not isinstance(tools, ToolFormat) else None
+        self._tool_names = tool_names
+        self._is_forced = is_forced
         self._handlers = {
             "start": self._in_start,
             "reasoning": self._in_reasoning,
@@ -52,6 +59,12 @@ class ResponseParser:
             "json": self._in_json,
             "whole": self._in_whole,
         }
+        # What the output may begin with, and the state that it then is in; anything else is text.
+        self._starts = {self._tags[0]: "reasoning"} if self._tags else {}
+        if self._format is not None and self._format.begin is not None:
+            self._starts[self._format.begin] = "call"
+        if self._format is not None and self._format.starts_with_json:
+            self._starts |= dict.fromkeys(_JSON_STARTS, "json")
         self._state = "reasoning" if is_reasoning else "start"
         self._left = max_calls
         self._buffer = ""
@@ -73,29 +86,18 @@ class ResponseParser:
             state = self._state
             yield from self._handlers[state](final)
 
-    def _in_start(self, final: bool) -> Iterator[Piece]:
+    def _in_start(self, final: bool) -> Iterable[Piece]:
         text = self._buffer.lstrip()
-        marks = [self._tags[0]] if self._tags else []
-        if self._format is not None and self._format.begin is not None:
-            marks.append(self._format.begin)
-        if self._format is not None and self._format.starts_with_json:
-            marks.append(_FENCE)
-        if not final and any(mark.startswith(text) for mark in marks):
-            return
-        if self._tags and text.startswith(self._tags[0]):
-            self._buffer, self._state = text[len(self._tags[0]) :], "reasoning"
-        elif self._parser is not None:
-            self._state = "whole"
-        elif self._format is not None and self._format.starts_with_json and text.startswith(("{", "[", _FENCE)):
-            if self._format.begin is None or not text.startswith(self._format.begin):
-                self._state = "json"
-            else:
-                self._buffer, self._state = text, "text"
-        elif any(text.startswith(mark) for mark in marks):
-            self._buffer, self._state = text, "text"
-        elif text or final:
-            self._state = "text"
-        yield from ()
+        if not final and any(start.startswith(text) for start in self._starts):
+            return ()
+        start = next((start for start in self._starts if text.startswith(start)), None)
+        if start is None:
+            self._state = "text" if self._parser is None else "whole"
+        else:
+            self._state = self._starts[start]
+            # JSON is read with its beginning, the others without their marks.
+            self._buffer = text if self._state == "json" else text.removeprefix(start)
+        return ()
 
     def _in_reasoning(self, final: bool) -> Iterator[Piece]:
         assert self._tags is not None
@@ -125,22 +127,23 @@ class ResponseParser:
     def _in_call(self, final: bool) -> Iterator[Piece]:
         assert self._format is not None
         assert self._format.begin is not None
-        end = self._format.end
-        place = self._buffer.find(end) if end is not None else -1
+        end = self._format.end or ""
+        place = self._format.end_of_call(self._buffer, final)
         if place < 0 and not final:
             return
-        body = self._buffer[:place] if place >= 0 else self._buffer
-        self._buffer = self._buffer[place + len(end or "") :] if place >= 0 else ""
-        # With its mark, which no reader of half a JSON text takes for a proper call.
-        written = f"{self._format.begin}{body}{end if place >= 0 else ''}"
+        if place < 0:
+            body, mark, self._buffer = self._buffer, "", ""
+        else:
+            body, mark, self._buffer = self._buffer[:place], end, self._buffer[place + len(end) :]
         self._state, self._drops_space = "text", True
-        yield from self._calls(body, Piece(malformed=written, call_id=_call_id()))
+        yield from self._calls(self._format.read, body, _malformed(f"{self._format.begin}{body}{mark}"))
 
     def _in_json(self, final: bool) -> Iterator[Piece]:
         """Begins as JSON without a mark: perhaps calls, perhaps an answer that happens to be JSON."""
         if final:
             body, self._buffer = self._buffer, ""
-            yield from self._calls(body, Piece(content=body))
+            otherwise = _malformed(f"<tool_call>{body}") if self._is_forced else Piece(content=body)
+            yield from self._calls(partial(read_answer_calls, tools=self._tool_names), body, otherwise)
 
     def _in_whole(self, final: bool) -> Iterator[Piece]:
         if final:
@@ -151,10 +154,9 @@ class ResponseParser:
                 yield Piece(content=content)
             yield from self._allowed(calls)
 
-    def _calls(self, body: str, otherwise: Piece) -> Iterator[Piece]:
-        assert self._format is not None
+    def _calls(self, read: Callable[[str], Calls], body: str, otherwise: Piece) -> Iterator[Piece]:
         try:
-            calls = self._format.read(body)
+            calls = read(body)
         except (ValueError, RecursionError):
             yield otherwise
             return
@@ -174,6 +176,11 @@ class ResponseParser:
             before, after = before[: len(before) - kept], before[len(before) - kept :]
         self._buffer = after
         return before, bool(found)
+
+
+def _malformed(written: str) -> Piece:
+    # With its mark, which no reader of half a JSON text takes for a proper call.
+    return Piece(malformed=written, call_id=_call_id())
 
 
 def _call_id() -> str:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
-from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
+from paged_backend.integrations.langchain.answer_parsers import JsonAnswer, JsonCall, PydanticAnswer, PydanticCall
 from paged_backend.integrations.langchain.errors import PagedInvalidRequestError
+from paged_backend.integrations.langchain.json_schemas import schema_of
+from paged_backend.integrations.langchain.tools import openai_tools
 
 if TYPE_CHECKING:
     from paged_backend.integrations.langchain.chat_models import ChatPaged
@@ -42,23 +42,23 @@ def _bound(
     model: ChatPaged, schema: Any, method: str, strict: bool | None, kwargs: Mapping[str, Any]
 ) -> tuple[Runnable[Any, Any], Any]:
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
-    shown = {"kwargs": {"method": method}, "schema": schema}
+    own = None if schema is None else schema_of(schema)
+    shown = {"kwargs": {"method": method}, "schema": schema if is_class else own}
     if method == "function_calling":
-        tool = convert_to_openai_tool(schema, strict=strict)
-        name = tool["function"]["name"]
-        tools_parser: Any = (
-            PydanticToolsParser(tools=[schema], first_tool_only=True)
+        tools = openai_tools([schema], strict)
+        name = tools[0]["function"]["name"]
+        call_parser: Any = (
+            PydanticCall(tools=[schema], first_tool_only=True)
             if is_class
-            else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+            else JsonCall(key_name=name, first_tool_only=True)
         )
-        bound = model.bind_tools([schema], tool_choice=name, strict=strict, ls_structured_output_format=shown, **kwargs)
-        return bound, tools_parser
-    parser: Any = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+        return model.bind_tools(tools, tool_choice=name, ls_structured_output_format=shown, **kwargs), call_parser
+    parser: Any = PydanticAnswer(pydantic_object=schema) if is_class else JsonAnswer()
     response_format: dict[str, Any] = {"type": "json_object"}
     if method == "json_schema":
-        converted = convert_to_json_schema(schema)
+        assert own is not None
         response_format = {
             "type": "json_schema",
-            "json_schema": {"name": converted.get("title", "answer"), "schema": converted, "strict": strict},
+            "json_schema": {"name": own.get("title", "answer"), "schema": own, "strict": strict},
         }
     return model.bind(response_format=response_format, ls_structured_output_format=shown, **kwargs), parser

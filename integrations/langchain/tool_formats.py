@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +14,59 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """begin, end: what stands around a call, or before all of them if there is no end.
+    """begin, end: what stands around a call, or before all of them if there is no end. inner: further marks.
 
-    starts_with_json: whether an output that begins as JSON may be a call too, for its mark is a special token, which
-    is no part of the text, or it has none. read: the calls in what stands between; ValueError if it is none.
+    starts_with_json: whether an output that begins as JSON may be a call too, for models often leave the mark out, or
+    there is none. read: the calls in what stands between; ValueError if it is none.
     """
 
     begin: str | None
     end: str | None
     starts_with_json: bool
     read: Callable[[str], Calls]
+    inner: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All of them, which are special tokens in many models."""
+        return tuple(mark for mark in (self.begin, self.end, *self.inner) if mark is not None)
+
+    def end_of_call(self, text: str, final: bool) -> int:
+        """Where in ``text``, which follows ``begin``, the mark stands that ends the call; -1 if it does not yet.
+
+        One within a JSON string is a part of the arguments. final: nothing more comes.
+        """
+        first = text.find(self.end) if self.end is not None else -1
+        if first < 0 or self.end is None:
+            return -1
+        places = re.finditer(rf'"(?:[^"\\]|\\.)*"?|{re.escape(self.end)}', text, flags=re.DOTALL)
+        place = next((found.start() for found in places if found[0] == self.end), -1)
+        is_read = place == first or (place < 0 and not final) or self._reads(text[:place] if place >= 0 else text)
+        # Quotation marks that go astray tell nothing.
+        return place if is_read else first
+
+    def _reads(self, text: str) -> bool:
+        try:
+            self.read(text)
+        except (ValueError, RecursionError):
+            return False
+        return True
 
 
-def read_json_calls(text: str) -> Calls:
-    """One call, a list of them, or several with ";" or white space between."""
+def read_answer_calls(text: str, tools: Collection[str]) -> Calls:
+    """The calls in an answer that is JSON without a mark; ValueError unless each names a tool and has arguments.
+
+    Other answers may have a key ``name`` of their own.
+    """
+    calls = read_json_calls(text, needs_arguments=True)
+    for name, _ in calls:
+        if name not in tools:
+            raise ValueError(f"{name!r} is no tool")
+    return calls
+
+
+def read_json_calls(text: str, needs_arguments: bool = False) -> Calls:
+    """One call, a list of them, or several with ";" or white space between; ``{"name": "f"}`` has empty arguments."""
     decoder, calls, place = json.JSONDecoder(strict=False), Calls(), 0
     text = _without_fence(text)
     while place < len(text):
@@ -36,7 +75,7 @@ def read_json_calls(text: str) -> Calls:
             continue
         value, place = decoder.raw_decode(text, place)
         for entry in value if isinstance(value, list) else [value]:
-            calls.append(_call(entry))
+            calls.append(_call(entry, needs_arguments))
     if not calls:
         raise ValueError("there is no call")
     return calls
@@ -58,12 +97,16 @@ def read_mistral_calls(text: str) -> Calls:
     return calls
 
 
-def _call(value: Any) -> tuple[str, dict[str, Any]]:
+def _call(value: Any, needs_arguments: bool) -> tuple[str, dict[str, Any]]:
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f"a tool call needs a name: {value!r}")
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters"))
+    if arguments is None:
+        if needs_arguments or not set(value) <= {"name", "type", "id", "arguments", "parameters"}:
+            raise ValueError(f"a tool call needs arguments: {value!r}")
+        arguments = {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments, strict=False)
     if not isinstance(arguments, dict):
@@ -79,7 +122,7 @@ def _without_fence(text: str) -> str:
 FORMATS = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>", False, read_json_calls),
     "llama3": ToolFormat("<|python_tag|>", None, True, read_json_calls),
-    "mistral": ToolFormat("[TOOL_CALLS]", None, True, read_mistral_calls),
+    "mistral": ToolFormat("[TOOL_CALLS]", None, True, read_mistral_calls, inner=("[ARGS]", "[CALL_ID]")),
     "json": ToolFormat(None, None, True, read_json_calls),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from service_checks import Script
@@ -50,9 +50,15 @@ class ScriptedService(AsyncEngine):
 
 
 def scripted_service(
-    writer: Writer, *, chat_template: str | None = CHAT_TEMPLATE, max_positions: int = 4096, **options: Any
+    writer: Writer,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    marks: Sequence[str] = (),
+    max_positions: int = 4096,
+    **options: Any,
 ) -> ScriptedService:
-    tokenizer = byte_tokenizer(chat_template)
+    """marks: special tokens that the output may hold."""
+    tokenizer = byte_tokenizer(chat_template, marks)
     model = make_tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=max_positions)
     options = {"kv_cache_memory": "16MiB", "max_num_batched_tokens": 2048, **options}
     return ScriptedService(Engine(model, tokenizer, **options), writer).start()  # type: ignore[return-value]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, TypedDict
 
 import pytest
-from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
+from langchain_core.exceptions import ModelAPIError, ModelInvalidRequestError, OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
-from scripted_engine import CHAT_TEMPLATE, ScriptedService, write_sensibly
+from scripted_engine import CHAT_TEMPLATE, ScriptedService, scripted_service, write_sensibly
 
 from paged_backend.integrations.langchain import ChatPaged
 
@@ -174,6 +175,142 @@ def test_without_tools_nothing_is_taken_for_a_call(service: ScriptedService, cha
         for answer in both(model):
             assert answer.content == FORMATS["hermes"]
     assert "Add two numbers." not in service.prompts[-1]
+
+
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<other>")
+
+
+@pytest.fixture(scope="module")
+def marking() -> Iterator[ScriptedService]:
+    """Of a model that writes marks as special tokens, as most do that were trained to call tools."""
+    service = scripted_service(lambda prompt, params: None, marks=MARKS)
+    yield service
+    service.close(graceful=False)
+    service.engine.close()
+
+
+SPECIAL = {
+    "hermes": (f"Well. {FORMATS['hermes']}<other>", "Well. "),
+    "mistral": ('[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}', ""),
+    "llama3": ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', ""),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_marks_that_are_special_tokens_reach_the_parser(marking: ScriptedService, name: str) -> None:
+    text, content = SPECIAL[name]
+    marking.writer = lambda *_: f"<think>Hm.</think>{text}"
+    chat = ChatPaged.from_engine(marking, chat_template=THINKING, tool_parser=name, max_tokens=400)
+    for answer in both(chat.bind_tools([add])):
+        assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("add", {"a": 1, "b": 2})]
+        assert answer.content == content
+        assert answer.additional_kwargs["reasoning_content"] == "Hm."
+
+
+def test_a_parser_of_ones_own_sees_the_marks_but_not_the_end(marking: ScriptedService) -> None:
+    seen: list[str] = []
+    marking.writer = lambda *_: f"Well.<other>{FORMATS['hermes']}"
+    chat = ChatPaged.from_engine(marking, tool_parser=lambda text: (seen.append(text) or text, []), max_tokens=400)
+    both(chat.bind_tools([add]))
+    assert seen == [f"Well.<other>{FORMATS['hermes']}"] * 2
+
+
+def test_without_tools_and_reasoning_no_special_token_is_shown(marking: ScriptedService) -> None:
+    marking.writer = lambda *_: "<tool_call>Yes.</tool_call><other>"
+    for answer in both(ChatPaged.from_engine(marking, max_tokens=400)):
+        assert answer.content == "Yes."
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "json", "hermes"])
+def test_an_answer_in_json_with_a_name_is_content(service: ScriptedService, name: str) -> None:
+    service.writer = lambda *_: '{"name": "Anna", "age": 30}'
+    for answer in both(ChatPaged.from_engine(service, tool_parser=name, max_tokens=400).bind_tools([add])):
+        assert answer.content == '{"name": "Anna", "age": 30}'
+        assert not answer.tool_calls
+        assert answer.response_metadata["finish_reason"] == "stop"
+
+
+def test_a_forced_call_that_is_cut_short_is_an_invalid_one(service: ScriptedService, chat: ChatPaged) -> None:
+    service.writer = lambda *_: '{"name": "look_up", "arguments": {"word": "wine"}}'
+    for answer in both(chat.bind_tools([add, look_up], tool_choice="any").bind(max_tokens=40)):
+        assert answer.tool_calls == []
+        assert answer.content == ""
+        (invalid,) = answer.invalid_tool_calls
+        assert invalid["args"] == '<tool_call>{"name": "look_up", "arguments": {"word"'
+        assert answer.response_metadata["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "web_search_preview"},
+        {"type": "computer_20241022", "name": "computer"},
+        {"type": "custom", "name": "x"},
+        {"google_search": {}},
+        {"type": "function", "function": {"description": "nameless"}},
+        {"name": "array", "parameters": {"type": "array", "items": {}}},
+        5,
+    ],
+)
+def test_what_only_a_provider_can_run_and_what_is_no_tool_is_refused_by_name(chat: ChatPaged, tool: Any) -> None:
+    named = next(iter(tool.values())) if isinstance(tool, dict) else tool
+    with pytest.raises(ModelInvalidRequestError, match=re.escape(str(named))):
+        chat.bind_tools([tool])
+    with pytest.raises(ModelInvalidRequestError):
+        chat.get_num_tokens_from_messages([HumanMessage("x")], tools=[tool])
+    with pytest.raises(ModelInvalidRequestError):
+        chat.invoke("x", tools=[tool])
+
+
+PARAMETERS = add.tool_call_schema.model_json_schema()
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "name": "add", "parameters": PARAMETERS},
+        {"name": "add", "input_schema": PARAMETERS},
+        {"type": "custom", "name": "add", "input_schema": PARAMETERS},
+        {"toolSpec": {"name": "add", "inputSchema": {"json": PARAMETERS}}},
+        {**PARAMETERS, "title": "add"},
+        {"title": "add", "allOf": [PARAMETERS]},
+        add,
+    ],
+)
+def test_a_tool_may_come_in_any_form(service: ScriptedService, chat: ChatPaged, tool: Any) -> None:
+    service.writer = lambda *_: '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+    for bound in (chat.bind_tools([tool], tool_choice="add"), chat.bind(tools=[tool], tool_choice="any")):
+        assert bound.invoke("go").tool_calls[0]["args"] == {"a": 1, "b": 2}
+        assert '"a": {"' in service.prompts[-1]
+
+
+class Part(BaseModel):
+    """A part."""
+
+    size: int
+    parts: list[Part]
+
+
+def build(part: Part, count: int) -> str:
+    """Build."""
+    return "built"
+
+
+@pytest.mark.parametrize("source", [Part, build, tool(build)])
+def test_a_tool_whose_arguments_hold_themselves_is_shown_and_held_to_all_of_them(
+    service: ScriptedService, chat: ChatPaged, source: Any
+) -> None:
+    bound = chat.bind_tools([source], tool_choice="any")
+    part = {"size": 1, "parts": [{"size": 2, "parts": []}]}
+    arguments = part if source is Part else {"part": part, "count": 1}
+    name = "Part" if source is Part else "build"
+    service.writer = lambda *_: json.dumps({"name": name, "arguments": arguments})
+    assert bound.invoke("go").tool_calls[0]["args"] == arguments
+    assert '"properties": {"' in service.prompts[-1]
+    assert '"#/$defs/Part"' in service.prompts[-1]
+    service.writer = lambda *_: json.dumps({"name": name, "arguments": arguments}).replace("[]", "[5]")
+    with pytest.raises(ModelAPIError):
+        bound.invoke("go")
 
 
 NAMED = {"type": "function", "function": {"name": "add"}}
