@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage
@@ -17,9 +17,6 @@ from paged_backend.integrations.langchain.response_parser import ResponseParser,
 from paged_backend.integrations.langchain.tool_formats import FORMATS, ToolFormat, format_of_template
 from paged_backend.integrations.langchain.tools import openai_tools
 
-if TYPE_CHECKING:
-    from paged_backend.integrations.langchain.chat_models import ChatPaged
-
 # Fields of ChatPaged that a call may also give.
 SETTINGS = ("chat_template", "chat_template_kwargs", "tool_parser", "reasoning_tags")
 # Arguments of apply_chat_template that are settled here.
@@ -27,6 +24,16 @@ _NO_VARIABLES = frozenset(
     {"conversation", "tools", "chat_template", "tokenize", "return_dict", "sanitize_control_tokens", "return_tensors"}
     | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"}
 )
+
+
+class ChatSettings(Protocol):
+    """What ChatPaged says of all its calls."""
+
+    model: Any
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any]
+    tool_parser: Any
+    reasoning_tags: Any
 
 
 @dataclass
@@ -49,20 +56,20 @@ class ChatRequest:
 
 
 def chat_request(
-    model: ChatPaged, tokenizer: Any, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]
+    chat: ChatSettings, tokenizer: Any, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]
 ) -> ChatRequest:
     """Render the prompt and settle how the answer is constrained and read.
 
     Raises PagedInvalidRequestError for what the template or the model cannot take.
     """
-    settings = {name: kwargs.get(name, getattr(model, name)) for name in SETTINGS}
-    variables = {**model.chat_template_kwargs, **(kwargs.get("chat_template_kwargs") or {})}
+    settings = {name: kwargs.get(name, getattr(chat, name)) for name in SETTINGS}
+    variables = {**chat.chat_template_kwargs, **(kwargs.get("chat_template_kwargs") or {})}
     tools = openai_tools(kwargs.get("tools"))
     choice = tool_choice(kwargs.get("tool_choice"), tools)
     if choice == "none":
         tools = []
-    template = _chat_template(model, settings["chat_template"], tokenizer, with_tools=bool(tools))
-    ids, ending = _render(model, tokenizer, template, variables, messages, tools)
+    template = _chat_template(chat, settings["chat_template"], tokenizer, with_tools=bool(tools))
+    ids, ending = _render(chat, tokenizer, template, variables, messages, tools)
     request = ChatRequest(ids, reasoning_tags=_reasoning_tags(settings["reasoning_tags"], template))
     if request.reasoning_tags is not None:
         begin, end = request.reasoning_tags
@@ -114,20 +121,20 @@ def tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     return str(value)
 
 
-def _chat_template(model: ChatPaged, given: str | None, tokenizer: Any, *, with_tools: bool) -> str:
+def _chat_template(chat: ChatSettings, given: str | None, tokenizer: Any, *, with_tools: bool) -> str:
     """The template in use."""
     template = given or tokenizer.chat_template
     if isinstance(template, Mapping):
         template = template.get("tool_use" if with_tools else "default") or template.get("default")
     if not template:
         raise PagedInvalidRequestError(
-            f"model={model.model!r} has no chat template; pass chat_template=..., or use PagedLLM for plain texts"
+            f"model={chat.model!r} has no chat template; pass chat_template=..., or use PagedLLM for plain texts"
         )
     return str(template)
 
 
 def _render(
-    model: ChatPaged,
+    chat: ChatSettings,
     tokenizer: Any,
     template: str,
     variables: Mapping[str, Any],
@@ -154,7 +161,7 @@ def _render(
         except (TemplateError, TypeError, ValueError) as error:
             refusal = refusal or error
     problem = refusal or "it leaves out what it is to say of tools"
-    raise PagedInvalidRequestError(f"the chat template of model={model.model!r} refused: {problem}") from refusal
+    raise PagedInvalidRequestError(f"the chat template of model={chat.model!r} refused: {problem}") from refusal
 
 
 def _check_messages(messages: Sequence[BaseMessage], variables: Mapping[str, Any]) -> None:

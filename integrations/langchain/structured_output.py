@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from langchain_core.language_models import BaseChatModel
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
@@ -14,14 +15,11 @@ from paged_backend.integrations.langchain.errors import PagedInvalidRequestError
 from paged_backend.integrations.langchain.json_schemas import schema_of
 from paged_backend.integrations.langchain.tools import openai_tools
 
-if TYPE_CHECKING:
-    from paged_backend.integrations.langchain.chat_models import ChatPaged
-
 METHODS = ("json_schema", "function_calling", "json_mode")
 
 
 def structured_output(
-    model: ChatPaged, schema: Any, method: str, include_raw: bool, strict: bool | None, kwargs: Mapping[str, Any]
+    model: BaseChatModel, schema: Any, method: str, include_raw: bool, strict: bool | None, kwargs: Mapping[str, Any]
 ) -> Runnable[Any, Any]:
     """The chain that ``ChatPaged.with_structured_output`` documents."""
     if method not in METHODS:
@@ -39,7 +37,7 @@ def structured_output(
 
 
 def _bound(
-    model: ChatPaged, schema: Any, method: str, strict: bool | None, kwargs: Mapping[str, Any]
+    model: BaseChatModel, schema: Any, method: str, strict: bool | None, kwargs: Mapping[str, Any]
 ) -> tuple[Runnable[Any, Any], Any]:
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     own = None if schema is None else schema_of(schema)
