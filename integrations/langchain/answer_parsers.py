@@ -66,4 +66,5 @@ def _finish_reason(result: list[Generation]) -> str | None:
 def _cut_short(result: list[Generation], text: str) -> OutputParserException:
     reason = _finish_reason(result)
     fix = "allow more max_tokens" if reason == "length" else "use stop texts that no answer can hold"
-    return OutputParserException(f"the answer was cut short by {reason}; {fix}. It is: {text}", llm_output=text)
+    problem = f"the answer is not complete, it ended with finish_reason={reason!r}; {fix}"
+    return OutputParserException(f"{problem}. It is: {text}", llm_output=text)

@@ -146,8 +146,8 @@ def _render(
 
     _check_messages(messages, variables)
     shown_tools = list(tools) if tools and knows_tools(template) else None
-    options = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
-    options |= {"chat_template": template, "tools": shown_tools}
+    continues = bool(variables.get("continue_final_message"))
+    options = {"add_generation_prompt": not continues, **variables, "chat_template": template, "tools": shown_tools}
     refusal: Exception | None = None
     for conversation in conversations(messages, tools, template):
         try:
@@ -155,9 +155,9 @@ def _render(
                 if tools and not shown_tools and not _shows(tokenizer, conversation, tools, options):
                     continue
                 ids: list[int] = tokenizer.apply_chat_template(
-                    conversation, tokenize=True, return_dict=False, **options
+                    conversation, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
                 )
-                return ids, tokenizer.decode(ids if variables.get("continue_final_message") else ids[-16:]).rstrip()
+                return ids, tokenizer.decode(ids if continues else ids[-16:]).rstrip()
         except (TemplateError, TypeError, ValueError) as error:
             refusal = refusal or error
     problem = refusal or "it leaves out what it is to say of tools"

@@ -65,6 +65,24 @@ def test_an_agent_answers_in_a_format(service: ScriptedService, chat: ChatPaged,
     assert result["structured_response"] == Report(city="Oslo")
 
 
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+@pytest.mark.parametrize("strategy", [Person, ProviderStrategy(Person)])
+def test_an_answer_with_a_name_ends_the_agent_and_is_no_call(
+    service: ScriptedService, chat: ChatPaged, strategy: Any
+) -> None:
+    service.writer = lambda *_: '{"name": "Anna", "age": 30}'
+    agent = create_agent(chat, [get_weather], response_format=strategy)
+    result = agent.invoke(QUESTION, {"recursion_limit": 6})
+    assert result["structured_response"] == Person(name="Anna", age=30)
+    assert kinds(result["messages"]) == [HumanMessage, AIMessage]
+
+
 def test_middleware_may_set_the_priority(service: ScriptedService, chat: ChatPaged) -> None:
     class Urgent(AgentMiddleware):
         def wrap_model_call(self, request: Any, handler: Any) -> Any:

@@ -22,8 +22,7 @@ TEMPLATES = {
     "system first": HAS_SYSTEM + "{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}" + ALL + TURNS,
     "any order": ALL + SHOWN,
     "no system, silently": "{% for m in messages if m.role != 'system' %}" + SHOWN,
-    "tools": "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('late') }}{% endfor %}"
-    + CHAT_TEMPLATE,
+    "tools": "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception() }}{% endfor %}" + CHAT_TEMPLATE,
 }
 
 
