@@ -17,7 +17,7 @@ from tiny_tokenizers import byte_level_bpe
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from paged_backend.errors import UnsupportedCall
-from paged_backend.integrations import decoding, row_sampling
+from paged_backend.integrations.huggingface import decoding, row_sampling
 from paged_backend.integrations.huggingface.loop import GenerationLoop
 
 VOCAB_SIZE = 330
@@ -204,11 +204,17 @@ def loop_with(**attributes):
     return Mutant
 
 
+def without_stops(*args, **options):
+    fields = row_sampling.row_fields(*args, **options)
+    return None if fields is None else [{**own, "stop_token_ids": []} for own in fields]
+
+
+most_tokens = decoding._max_new_tokens
 field_of = row_sampling._field
 pad_to = decoding._padded
 MUTANTS = {
-    "end-of-sequence tokens are ignored": (decoding, "_stop_token_ids", lambda *args: []),
-    "one token too few": (decoding, "_within_positions", lambda engine, row, most: max(1, most - 1)),
+    "end-of-sequence tokens are ignored": (decoding, "row_fields", without_stops),
+    "one token too few": (decoding, "_max_new_tokens", lambda *args: max(1, most_tokens(*args) - 1)),
     "padded with token 0": (decoding, "_padded", lambda ids, outputs, pad: pad_to(ids, outputs, None)),
     "a penalty is lost": (
         row_sampling,
