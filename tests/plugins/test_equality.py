@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from oracle import assert_greedy, draw_prompts, stock_greedy
+from pairwise import pairwise
 from tiny_models import make_tiny
 
 from paged_backend import Engine, SamplingParams
@@ -79,9 +80,7 @@ def run_under_pressure(model, prompts, **options) -> tuple[Engine, list[list[int
     return engine, [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("eviction", EVICTIONS)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("scheduler", "eviction", "block_size"), pairwise(SCHEDULERS, EVICTIONS, BLOCK_SIZES))
 def test_policies_do_not_change_tokens(model, prompts, expected, scheduler, eviction, block_size):
     # Room for the largest block size there is, once, and for one and a half of the longest request.
     num_tokens = 48 if block_size == 4 else 144

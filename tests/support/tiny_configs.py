@@ -115,7 +115,10 @@ _SHARED_KV = {
     "num_kv_shared_layers": 2,
 }
 _THREE_ROPE_LAYERS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+# Defaults of some classes have fewer kinds of layers than their checkpoints.
+_STATE_AND_ATTENTION = ["linear_attention", "full_attention", "linear_attention"]
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _THREE_ROPE_LAYERS}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
@@ -131,6 +134,15 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_heads": 8},
     "gemma3n_text": {**_SHARED_KV, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},
     "gemma4_text": _SHARED_KV,
+    "granitemoehybrid": {"layer_types": _STATE_AND_ATTENTION},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["local"], 1]]},
     # Its head_dim is that of the rotary part alone.
     "longcat_flash": {"head_dim": 8},
