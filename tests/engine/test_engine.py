@@ -10,6 +10,8 @@ import weakref
 
 import pytest
 import torch
+from block_checks import assert_all_blocks_are_back
+from clock import Clock
 from oracle import assert_greedy, draw_prompts, stock_greedy
 from tiny_models import make_tiny
 
@@ -29,16 +31,6 @@ FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "lla
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-class Clock:
-    """Seconds that only pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture(scope="module")
 def llama():
     return make_tiny("llama")
@@ -52,11 +44,6 @@ def prompts():
 @pytest.fixture(scope="module")
 def expected(llama, prompts):
     return [stock_greedy(llama, prompt, NUM_TOKENS) for prompt in prompts]
-
-
-def all_blocks_are_back(engine: Engine) -> bool:
-    engine.blocks.check_integrity()
-    return all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,7 +62,7 @@ def test_every_family_gives_stocks_greedy_tokens(family, options, prompts):
     for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
         assert output.finish_reason == "length"
-    assert all_blocks_are_back(engine)
+    assert_all_blocks_are_back(engine)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32, 256])
@@ -83,7 +70,7 @@ def test_every_family_gives_stocks_greedy_tokens(family, options, prompts):
 def test_block_size_and_batching_do_not_change_tokens(llama, prompts, expected, block_size, batching):
     engine = Engine(llama, block_size=block_size, batching=batching, max_num_batched_tokens=16)
     assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
-    assert all_blocks_are_back(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_requests_added_while_others_run_get_the_same_tokens(llama, prompts, expected):
@@ -152,7 +139,7 @@ def test_aborted_request_ends_with_its_tokens_and_others_go_on(llama, prompts, e
         outputs.update((output.request_id, output) for output in engine.step())
     assert outputs[kept].token_ids == expected[1]
     assert not engine.abort(doomed)
-    assert all_blocks_are_back(engine)
+    assert_all_blocks_are_back(engine)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
@@ -164,7 +151,7 @@ def test_request_can_be_aborted_in_any_state(llama, num_steps):
     engine.abort(request_id)
     assert [output.finish_reason for output in engine.step()] == ["abort"]
     assert not engine.has_unfinished_requests()
-    assert all_blocks_are_back(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_request_past_its_timeout_ends_wherever_it_is(llama, prompts):
@@ -177,7 +164,7 @@ def test_request_past_its_timeout_ends_wherever_it_is(llama, prompts):
     assert {o.request_id: o.finish_reason for o in engine.step()} == {running: None, waiting: "timeout"}
     clock.now = 6.0
     assert {o.request_id: o.finish_reason for o in engine.step()} == {running: "timeout"}
-    assert all_blocks_are_back(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_failing_stop_condition_fails_its_request_alone(llama, prompts, expected):
@@ -217,7 +204,7 @@ def test_forward_pass_that_fails_for_one_request_fails_it_alone(llama, prompts, 
         else:
             assert outputs[request_id].token_ids == tokens
     assert outputs[ids[2]].finish_reason == "error"
-    assert all_blocks_are_back(engine)
+    assert_all_blocks_are_back(engine)
 
 
 @pytest.mark.parametrize("where", ["forward", "sample", "commit"])
@@ -263,7 +250,7 @@ def test_interrupted_generate_aborts_its_own_requests_only(llama, prompts, expec
     while engine.has_unfinished_requests():
         outputs.update((output.request_id, output) for output in engine.step())
     assert outputs[other].token_ids == expected[1]
-    assert all_blocks_are_back(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_hooks_hear_what_happens_in_order(llama):

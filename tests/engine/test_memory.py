@@ -7,6 +7,8 @@ import threading
 
 import pytest
 import torch
+from block_checks import assert_all_blocks_are_back
+from clock import Clock
 from oracle import assert_greedy, draw_prompts, stock_greedy, stock_greedy_many
 from tiny_models import make_tiny
 
@@ -27,12 +29,6 @@ def memory_for(engine_or_model, num_tokens: int, block_size: int) -> int:
     layers = Engine(engine_or_model, block_size=block_size).twin.layers
     per_token = sum(layer.bytes_per_token() for layer in layers)
     return -(-num_tokens // block_size) * block_size * per_token
-
-
-def assert_all_free(engine: Engine) -> None:
-    engine.blocks.check_integrity()
-    for pool in engine.blocks.pools:
-        assert pool.num_available == pool.num_blocks
 
 
 def run(engine: Engine) -> dict[str, list]:
@@ -126,7 +122,7 @@ def test_prefix_hits_are_right_under_windows_and_chunks(family):
         prompt = prefix + tail
         (output,) = engine.generate([prompt], GREEDY)
         assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
-        assert_all_free(engine)
+        assert_all_blocks_are_back(engine)
     assert engine.stats().num_cached_tokens == 2 * 60
 
 
@@ -143,7 +139,7 @@ def test_samples_of_one_prompt_share_its_blocks_and_copy_only_the_last(llama):
     assert engine.stats().groups[0].num_owned_blocks == 2 + 4
     assert engine.stats().num_prefill_tokens == 40
     run(engine)
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
 
 
 @pytest.mark.parametrize("memory", [None, 8])
@@ -161,7 +157,7 @@ def test_samples_with_a_seed_are_the_same_whatever_the_memory(llama, memory):
     assert (engine.stats().num_preemptions > 0) == (memory is not None)
     run(engine)
     assert others
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_greedy_samples_all_equal_stock(llama):
@@ -184,7 +180,7 @@ def test_aborting_a_request_ends_all_its_samples(llama, num_steps):
     engine.abort(request_id)
     assert [output.finish_reason for output in engine.step()] == ["abort"] * 3
     assert not engine.has_unfinished_requests()
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_more_samples_than_seats_are_refused(llama):
@@ -214,7 +210,7 @@ def test_prompt_many_windows_long_gives_stocks_tokens_in_the_memory_that_theory_
         assert peak <= theory
         if group.rule.kind != "full":
             assert theory < sum(-(-len(prompt) // 4) for prompt in prompts) / 4
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
 
 
 # Pressure
@@ -234,7 +230,7 @@ def test_five_percent_of_the_memory_changes_no_token(family, batching):
     for prompt, output, tokens in zip(prompts, outputs, expected, strict=True):
         assert_greedy(model, prompt, output.token_ids, tokens)
     stats = engine.stats()
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
     assert stats.peak_running < 40
     if family == "llama":
         assert stats.num_preemptions > 0
@@ -327,7 +323,7 @@ def test_elastic_engine_grows_for_what_comes_and_keeps_its_cache(llama):
     (output,) = engine.generate([short], GREEDY)
     assert output.metrics.num_cached_tokens == 36
     assert output.token_ids == stock_greedy(llama, short, NUM_TOKENS)
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_elastic_engine_grows_while_others_run(llama):
@@ -421,8 +417,7 @@ def test_waste_and_reservation_stay_small_on_mixed_lengths(llama):
     totals = [rng.randint(64, 1024) for _ in range(32)]
     prompts = draw_prompts([total // 2 for total in totals])
     params = [SamplingParams(max_tokens=total - total // 2, ignore_eos=True) for total in totals]
-    ticks = iter(range(10**9))
-    engine = Engine(model, block_size=16, elastic=True, clock=lambda: float(next(ticks)), enable_prefix_caching=False)
+    engine = Engine(model, block_size=16, elastic=True, clock=Clock(tick=1.0), enable_prefix_caching=False)
     # Only the books matter here, and they do not depend on what the tokens are.
     engine.runner.forward = lambda batch: torch.zeros(batch.logits_rows.numel(), engine.twin.vocab_size)
     engine.generate(prompts, params)
@@ -486,5 +481,5 @@ def test_random_arrivals_aborts_and_forks_in_a_tiny_cache_leave_every_block_free
     finished += sum(map(len, run(engine).values()))
     assert finished > 150
     assert engine.stats().num_preemptions > 0
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
     assert threading.active_count() == threads

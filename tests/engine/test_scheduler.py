@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from block_checks import assert_all_blocks_are_back
 from model_free import ModelFree
-from service_checks import assert_all_blocks_are_back
 
 from paged_backend.plugins.batches import Window
 from paged_backend.plugins.fifo import Fifo

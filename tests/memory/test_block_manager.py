@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from block_checks import assert_all_available
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -199,9 +200,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.manager.free(request, 0.0)
             for tokens, salt in self.pins:
                 self.manager.unpin(tokens, salt)
-            self.manager.check_integrity()
-            for pool in self.manager.pools:
-                assert pool.num_available == pool.num_blocks
+            assert_all_available(self.manager)
 
 
 TestRandomOperations = BlockManagerMachine.TestCase
@@ -236,7 +235,7 @@ def test_a_pin_outlives_a_longer_one_though_nothing_of_it_is_computed_yet():
     assert pool.num_pinned == 1
     assert pool.num_available == pool.num_blocks - 1
     manager.unpin([1] * 4, None)
-    assert pool.num_available == pool.num_blocks
+    assert_all_available(manager)
 
 
 def test_a_pin_that_is_refused_leaves_a_shorter_one_in_place():
@@ -474,7 +473,7 @@ def test_tables_survive_random_traffic_of_many_requests():
         manager.check_integrity()
     for r in live:
         manager.free(r, 0.0)
-    assert all(pool.num_available == pool.num_blocks for pool in manager.pools)
+    assert_all_available(manager)
 
 
 def test_pinned_prefix_survives_traffic_of_many_times_the_cache():

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from clock import Clock
 from oracle import assert_greedy, draw_prompts, stock_greedy
 from service_checks import PATIENCE_S, Raises, Script, Steps, assert_closed, assert_idle, greedy, wait_until
 from tiny_models import make_tiny
@@ -64,16 +65,6 @@ def held(llama, tokenizer, steps):
     yield service
     steps.free()
     service.close(graceful=False)
-
-
-class Clock:
-    """Seconds that only pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def script(tokenizer, prompt: str, text: str) -> list[Script]:

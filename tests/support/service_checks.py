@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from block_checks import assert_all_blocks_are_back
 
 from paged_backend import AsyncEngine, Engine, SamplingParams, hookimpl
 
@@ -89,13 +90,6 @@ def assert_idle(engine: Engine) -> None:
     """Nothing waits, runs or is left to hand out, and every block is free."""
     assert not engine.has_unfinished_requests()
     assert_all_blocks_are_back(engine)
-
-
-def assert_all_blocks_are_back(engine: Engine) -> None:
-    """Nothing waits, runs or holds a block."""
-    engine.blocks.check_integrity()
-    assert not engine.scheduler.has_work()
-    assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
 
 
 def assert_closed(service: AsyncEngine) -> None:
