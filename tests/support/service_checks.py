@@ -97,3 +97,18 @@ def assert_closed(service: AsyncEngine) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("paged-backend")]
     assert service.num_unfinished == 0
     assert_idle(service.engine)
+
+
+class Broken(Exception):
+    """What the tests break things with."""
+
+
+def break_steps(engine: Engine, error: BaseException) -> None:
+    def step(**kwargs: object) -> None:
+        raise error
+
+    engine.step = step
+
+
+def repair_steps(engine: Engine) -> None:
+    del engine.step
