@@ -188,21 +188,6 @@ def test_what_cannot_be_done_is_told_in_words(folder, prompts, arguments, messag
     assert "Traceback" not in result.stderr
 
 
-def test_the_engine_is_given_what_the_flags_name(folder, monkeypatch):
-    given, loading = {}, Engine.from_pretrained
-    monkeypatch.setattr(
-        Engine, "from_pretrained", lambda *args, **options: given.update(options) or loading(*args, **options)
-    )
-    arguments = ["--scheduler", "static", "--scheduler-options", '{"batch": 2}', "--eviction", "slru"]
-    arguments += ["--eviction-options", '{"protected": 0.5}', "--attention-backend", "reference"]
-    assert generate(folder, *arguments, stdin="hello").exit_code == 0
-    assert given["scheduler"] == "static"
-    assert given["scheduler_options"] == {"batch": 2}
-    assert given["eviction"] == "slru"
-    assert given["eviction_options"] == {"protected": 0.5}
-    assert given["attention_backend"] == "reference"
-
-
 def test_all_samples_and_their_logprobs_are_written_and_count_as_an_answer(folder, tmp_path):
     path, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     params = {"n": 3, "temperature": 1.0, "seed": 5, "logprobs": 2, "max_tokens": 4, "ignore_eos": True}
@@ -377,15 +362,6 @@ def test_a_file_that_took_the_others_place_before_the_lock_was_had_is_the_one_th
     target.close()
     assert done == {0: '"x"'}
     assert output.read_text() == answer
-
-
-@pytest.mark.parametrize(("closed", "option"), [("stdin", "prompts"), ("stdout", "an --output")])
-def test_a_standard_stream_that_is_closed_is_told_in_words(prompts, closed, option):
-    code = f"import sys\nsys.{closed} = None\nfrom paged_backend.cli.app import run\nrun()"
-    arguments = ["-" if closed == "stdin" else str(prompts), "--model", "/nope"]
-    result = subprocess.run([sys.executable, "-c", code, "generate", *arguments], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == f"error: the standard stream is closed; name a file for {option}\n"
 
 
 def test_a_reader_that_goes_away_ends_the_run_in_silence(folder):
