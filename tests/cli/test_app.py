@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -146,15 +145,6 @@ def test_a_folder_without_a_model_is_told_to_the_demo_in_words(tmp_path: Path) -
     result = invoke("demo", "--model", str(tmp_path))
     assert result.exit_code == 2
     assert "holds no model, for it has no config.json" in result.output
-
-
-def test_a_table_that_nobody_reads_is_no_error() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    result = subprocess.run([sys.executable, "-m", "paged_backend", "plugins"], stdout=write, stderr=subprocess.PIPE)
-    os.close(write)
-    assert result.returncode == 141
-    assert result.stderr == b""
 
 
 def test_help_does_not_wait_for_torch() -> None:

@@ -12,17 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from generate_command import PROMPTS, generate, records, texts
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.cli.answers import open_output
 from paged_backend.cli.app import app
 from paged_backend.errors import ConfigError
 from paged_backend.service.async_engine import AsyncEngine
-
-PROMPTS = ["hello", "a longer prompt than that", "x", "two words", "the fifth of them"]
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +46,6 @@ def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.txt"
     path.write_text("\n".join(PROMPTS) + "\n")
     return path
-
-
-def generate(folder: str, *arguments: str | Path, stdin: str | bytes | None = None) -> Result:
-    options = ["--model", folder, "--kv-cache-memory", "4MiB", "--max-tokens", "8", "--threads", "1"]
-    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-    return runner.invoke(app, ["generate", *map(str, arguments), *options], input=stdin)
-
-
-def records(text: str) -> dict[int, dict]:
-    rows = [json.loads(line) for line in text.splitlines()]
-    assert len({row["index"] for row in rows}) == len(rows)
-    return {row["index"]: row for row in rows}
-
-
-def texts(rows: dict[int, dict]) -> list[str]:
-    return [rows[index]["text"] for index in range(len(rows))]
 
 
 def test_a_file_of_prompts_is_answered_as_stock_generate_answers_it(folder, expected, prompts, tmp_path):
@@ -165,25 +148,6 @@ def test_a_file_that_holds_something_else_is_left_alone(folder, prompts, tmp_pat
     assert list(tmp_path.iterdir()) == sorted([output, prompts])
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("what is this?", "line 1 is not JSON"),
-        ('{"text": "a"}', 'line 1 is no JSON object with "prompt"'),
-        ('{"prompt": "a", "params": 3}', '"params" of line 1 must be a JSON object'),
-        ('{"prompt": "a", "options": []}', '"options" of line 1 must be a JSON object'),
-        (
-            '{"prompt": "a", "options": {"prompt": 1}}',
-            "\"options\" of line 1 has the unknown key 'prompt'; it may have",
-        ),
-    ],
-)
-def test_json_lines_that_cannot_be_used_are_refused(folder, line, message):
-    result = generate(folder, "--jsonl", stdin=line)
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
 def test_no_more_prompts_are_read_than_are_needed_to_keep_the_batch_full(folder, monkeypatch):
     most = []
     submit = AsyncEngine.submit
@@ -194,37 +158,6 @@ def test_no_more_prompts_are_read_than_are_needed_to_keep_the_batch_full(folder,
     assert result.exit_code == 0
     assert len(records(result.stdout)) == 30
     assert max(most) <= 4
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"prompt": "a"}\n\n\xff\n', "line 3 of"),
-        (b'{"prompt": "a"}\n\n\xff\n', "prompts.jsonl is not UTF-8: b'\\xff\\n'"),
-        (b'{"prompt": "a"}\n\nwhat is this?\n', "line 3 is not JSON"),
-        (b"[" * 100_000, "line 1 is not JSON"),
-        (b'{"prompt": "a", "id": 1}\n\n{"prompt": "b", "id": 1}\n', "lines 1 and 3 have the same id 1"),
-        (b'{"prompt": "a", "id": [1]}\n', '"id" of line 1 must be a text or a whole number'),
-        (b'{"prompt": "a", "id": true}\n', '"id" of line 1 must be a text or a whole number'),
-        (
-            b'{"prompt": "a"}\n{"prompt": "b", "parms": {}}\n',
-            "line 2 has the unknown key 'parms'; it may have prompt, params, options, id",
-        ),
-    ],
-)
-def test_a_file_with_a_line_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path, content, message):
-    path, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    path.write_bytes(content)
-    result = generate("no such model", path, "--output", output)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert not output.exists()
-
-
-def test_input_that_turns_out_binary_is_told_in_words(folder):
-    result = generate(folder, stdin=b"hello\n" + bytes(range(256)))
-    assert result.exit_code == 2
-    assert "line 3 of <stdin> is not UTF-8" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -253,21 +186,6 @@ def test_what_cannot_be_done_is_told_in_words(folder, prompts, arguments, messag
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_the_engine_is_given_what_the_flags_name(folder, monkeypatch):
-    given, loading = {}, Engine.from_pretrained
-    monkeypatch.setattr(
-        Engine, "from_pretrained", lambda *args, **options: given.update(options) or loading(*args, **options)
-    )
-    arguments = ["--scheduler", "static", "--scheduler-options", '{"batch": 2}', "--eviction", "slru"]
-    arguments += ["--eviction-options", '{"protected": 0.5}', "--attention-backend", "reference"]
-    assert generate(folder, *arguments, stdin="hello").exit_code == 0
-    assert given["scheduler"] == "static"
-    assert given["scheduler_options"] == {"batch": 2}
-    assert given["eviction"] == "slru"
-    assert given["eviction_options"] == {"protected": 0.5}
-    assert given["attention_backend"] == "reference"
 
 
 def test_all_samples_and_their_logprobs_are_written_and_count_as_an_answer(folder, tmp_path):
@@ -300,15 +218,6 @@ def test_logit_bias_from_json_has_token_ids_for_keys(folder):
     line = {"prompt": "hello", "params": {"logit_bias": {"70": 100.0}, "max_tokens": 2}}
     rows = records(generate(folder, "--jsonl", stdin=json.dumps(line)).stdout)
     assert rows[0]["text"] == AutoTokenizer.from_pretrained(folder).decode([70, 70])
-
-
-@pytest.mark.parametrize("key", ["x", "-1", "1.5", "", "007", "٣", "9" * 5000])
-def test_a_key_of_logit_bias_that_is_no_token_id_fails_its_prompt_alone(folder, key):
-    lines = [{"prompt": "a", "params": {"logit_bias": {key: 1.0}}}, {"prompt": "b"}]
-    result = generate(folder, "--jsonl", stdin="\n".join(map(json.dumps, lines)))
-    rows = records(result.stdout)
-    assert rows[0]["error"].startswith('logit_bias must map token ids to numbers, as in {"42": -1.5}, got the key')
-    assert "text" in rows[1]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(folder, expected, tmp_path):
@@ -453,15 +362,6 @@ def test_a_file_that_took_the_others_place_before_the_lock_was_had_is_the_one_th
     target.close()
     assert done == {0: '"x"'}
     assert output.read_text() == answer
-
-
-@pytest.mark.parametrize(("closed", "option"), [("stdin", "prompts"), ("stdout", "an --output")])
-def test_a_standard_stream_that_is_closed_is_told_in_words(prompts, closed, option):
-    code = f"import sys\nsys.{closed} = None\nfrom paged_backend.cli.app import run\nrun()"
-    arguments = ["-" if closed == "stdin" else str(prompts), "--model", "/nope"]
-    result = subprocess.run([sys.executable, "-c", code, "generate", *arguments], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == f"error: the standard stream is closed; name a file for {option}\n"
 
 
 def test_a_reader_that_goes_away_ends_the_run_in_silence(folder):

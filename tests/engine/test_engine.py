@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from block_checks import assert_all_blocks_are_back
 from oracle import assert_greedy, draw_prompts, stock_greedy
 from tiny_models import make_tiny
 
@@ -29,16 +30,6 @@ FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "lla
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-class Clock:
-    """Seconds that only pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture(scope="module")
 def llama():
     return make_tiny("llama")
@@ -52,11 +43,6 @@ def prompts():
 @pytest.fixture(scope="module")
 def expected(llama, prompts):
     return [stock_greedy(llama, prompt, NUM_TOKENS) for prompt in prompts]
-
-
-def all_blocks_are_back(engine: Engine) -> bool:
-    engine.blocks.check_integrity()
-    return all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,15 +61,7 @@ def test_every_family_gives_stocks_greedy_tokens(family, options, prompts):
     for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
         assert output.finish_reason == "length"
-    assert all_blocks_are_back(engine)
-
-
-@pytest.mark.parametrize("block_size", [1, 7, 16, 32, 256])
-@pytest.mark.parametrize("batching", ["shared", "separate"])
-def test_block_size_and_batching_do_not_change_tokens(llama, prompts, expected, block_size, batching):
-    engine = Engine(llama, block_size=block_size, batching=batching, max_num_batched_tokens=16)
-    assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
-    assert all_blocks_are_back(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_requests_added_while_others_run_get_the_same_tokens(llama, prompts, expected):
@@ -123,101 +101,6 @@ def test_end_of_sequence_token_stops_a_request(llama, prompts, expected):
     (output,) = engine.generate([prompts[1]], SamplingParams(max_tokens=NUM_TOKENS))
     assert output.token_ids == expected[1][: first + 1]
     assert output.finish_reason == "stop"
-
-
-def test_metrics_follow_the_injected_clock(llama):
-    clock = Clock()
-    engine = Engine(llama, clock=clock)
-    engine.add_request([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True))
-    output = None
-    for second in (1.0, 2.0, 3.0):
-        clock.now = second
-        (output,) = engine.step()
-    metrics = output.metrics
-    times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
-    assert times == (0.0, 1.0, 1.0, 3.0)
-
-
-def test_aborted_request_ends_with_its_tokens_and_others_go_on(llama, prompts, expected):
-    engine = Engine(llama)
-    doomed = engine.add_request(prompts[0], GREEDY)
-    kept = engine.add_request(prompts[1], GREEDY)
-    for _ in range(4):
-        engine.step()
-    assert engine.abort(doomed)
-    outputs = {output.request_id: output for output in engine.step()}
-    assert outputs[doomed].finish_reason == "abort"
-    assert outputs[doomed].token_ids == expected[0][:4]
-    while engine.has_unfinished_requests():
-        outputs.update((output.request_id, output) for output in engine.step())
-    assert outputs[kept].token_ids == expected[1]
-    assert not engine.abort(doomed)
-    assert all_blocks_are_back(engine)
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_request_can_be_aborted_in_any_state(llama, num_steps):
-    engine = Engine(llama, max_num_batched_tokens=16)
-    request_id = engine.add_request(draw_prompts([30])[0], GREEDY)
-    for _ in range(num_steps):
-        engine.step()
-    engine.abort(request_id)
-    assert [output.finish_reason for output in engine.step()] == ["abort"]
-    assert not engine.has_unfinished_requests()
-    assert all_blocks_are_back(engine)
-
-
-def test_request_past_its_timeout_ends_wherever_it_is(llama, prompts):
-    clock = Clock()
-    engine = Engine(llama, clock=clock, max_num_seqs=1)
-    running = engine.add_request(prompts[0], GREEDY, timeout_s=5)
-    waiting = engine.add_request(prompts[1], GREEDY, timeout_s=2)
-    engine.step()
-    clock.now = 2.0
-    assert {o.request_id: o.finish_reason for o in engine.step()} == {running: None, waiting: "timeout"}
-    clock.now = 6.0
-    assert {o.request_id: o.finish_reason for o in engine.step()} == {running: "timeout"}
-    assert all_blocks_are_back(engine)
-
-
-def test_failing_stop_condition_fails_its_request_alone(llama, prompts, expected):
-    def broken(request):
-        raise ValueError("no")
-
-    engine = Engine(llama)
-    bad = engine.add_request(prompts[0], GREEDY, stop_condition=broken)
-    good = engine.add_request(prompts[1], GREEDY)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs.update((output.request_id, output) for output in engine.step())
-    assert outputs[bad].finish_reason == "error"
-    assert isinstance(outputs[bad].error, ValueError)
-    assert outputs[good].token_ids == expected[1]
-
-
-def test_forward_pass_that_fails_for_one_request_fails_it_alone(llama, prompts, expected):
-    engine = Engine(llama)
-    ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
-    poison = prompts[2][3]
-    forward = engine.runner.forward
-
-    def failing(batch):
-        if poison in batch.input_ids.tolist():
-            raise RuntimeError("out of memory")
-        return forward(batch)
-
-    engine.runner.forward = failing
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs.update((output.request_id, output) for output in engine.step())
-    # A token may come up in several requests; those that never fed it are untouched.
-    for request_id, prompt, tokens in zip(ids, prompts, expected, strict=True):
-        if poison in prompt or poison in tokens[:-1]:
-            assert outputs[request_id].finish_reason == "error"
-        else:
-            assert outputs[request_id].token_ids == tokens
-    assert outputs[ids[2]].finish_reason == "error"
-    assert all_blocks_are_back(engine)
 
 
 @pytest.mark.parametrize("where", ["forward", "sample", "commit"])
@@ -263,7 +146,7 @@ def test_interrupted_generate_aborts_its_own_requests_only(llama, prompts, expec
     while engine.has_unfinished_requests():
         outputs.update((output.request_id, output) for output in engine.step())
     assert outputs[other].token_ids == expected[1]
-    assert all_blocks_are_back(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_hooks_hear_what_happens_in_order(llama):
@@ -365,16 +248,6 @@ def test_refused_prompt_of_many_leaves_nothing_queued(llama):
     assert not engine.has_unfinished_requests()
 
 
-def test_duplicate_request_id_is_refused_while_the_first_is_unfinished(llama):
-    engine = Engine(llama)
-    engine.add_request([5], GREEDY, request_id="a")
-    with pytest.raises(RequestRefused, match="'a' is taken"):
-        engine.add_request([6], GREEDY, request_id="a")
-    while engine.has_unfinished_requests():
-        engine.step()
-    assert engine.add_request([6], GREEDY, request_id="a") == "a"
-
-
 @pytest.mark.parametrize("name", ["deadline_s", "timeout_s"])
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "soon", True])
 def test_seconds_must_be_positive_and_finite(llama, name, value):
@@ -434,23 +307,6 @@ def test_an_engine_cannot_be_copied_or_sent_elsewhere_and_says_so(llama, send):
         for held in (engine, SharedEngine(engine), AsyncEngine(engine)):
             with pytest.raises(NotPicklable, match="make one in the process that uses it"):
                 send(held)
-
-
-def test_prompt_tokens_are_counted_once_each_whatever_is_cached_or_computed_again(llama, prompts):
-    with Engine(llama) as engine:
-        for _ in range(2):
-            engine.generate(prompts, GREEDY)
-        stats = engine.stats()
-        assert stats.num_prompt_tokens == 2 * sum(map(len, prompts))
-        assert stats.num_cached_tokens > 0
-        assert stats.num_prefill_tokens == stats.num_prompt_tokens - stats.num_cached_tokens
-    # Of the two, which come to 4 blocks each, one has to give way.
-    memory = 5 * 16 * sum(group.bytes_per_token for group in stats.groups)
-    with Engine(llama, kv_cache_memory=memory, enable_prefix_caching=False) as engine:
-        outputs = engine.generate([[5] * 20, [6] * 20], SamplingParams(max_tokens=30, ignore_eos=True))
-        assert sum(output.metrics.num_preemptions for output in outputs) > 0
-        assert engine.stats().num_prompt_tokens == 40
-        assert engine.stats().num_prefill_tokens > 40
 
 
 def test_engine_closes_at_the_end_of_a_with_block(llama):

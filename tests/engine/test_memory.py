@@ -1,4 +1,4 @@
-"""Memory through the engine's door: prefixes, forks, windows, pressure, sizing, cheaper dtypes, accounts."""
+"""Memory through the engine's door: prefixes, forks, windows, pressure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 
 import pytest
 import torch
+from block_checks import assert_all_blocks_are_back
 from oracle import assert_greedy, draw_prompts, stock_greedy, stock_greedy_many
 from tiny_models import make_tiny
 
 from paged_backend import Engine, SamplingParams
-from paged_backend.errors import ConfigError, RequestRefused
+from paged_backend.errors import RequestRefused
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -27,12 +28,6 @@ def memory_for(engine_or_model, num_tokens: int, block_size: int) -> int:
     layers = Engine(engine_or_model, block_size=block_size).twin.layers
     per_token = sum(layer.bytes_per_token() for layer in layers)
     return -(-num_tokens // block_size) * block_size * per_token
-
-
-def assert_all_free(engine: Engine) -> None:
-    engine.blocks.check_integrity()
-    for pool in engine.blocks.pools:
-        assert pool.num_available == pool.num_blocks
 
 
 def run(engine: Engine) -> dict[str, list]:
@@ -126,7 +121,7 @@ def test_prefix_hits_are_right_under_windows_and_chunks(family):
         prompt = prefix + tail
         (output,) = engine.generate([prompt], GREEDY)
         assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
-        assert_all_free(engine)
+        assert_all_blocks_are_back(engine)
     assert engine.stats().num_cached_tokens == 2 * 60
 
 
@@ -143,7 +138,7 @@ def test_samples_of_one_prompt_share_its_blocks_and_copy_only_the_last(llama):
     assert engine.stats().groups[0].num_owned_blocks == 2 + 4
     assert engine.stats().num_prefill_tokens == 40
     run(engine)
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
 
 
 @pytest.mark.parametrize("memory", [None, 8])
@@ -161,7 +156,7 @@ def test_samples_with_a_seed_are_the_same_whatever_the_memory(llama, memory):
     assert (engine.stats().num_preemptions > 0) == (memory is not None)
     run(engine)
     assert others
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
 
 
 def test_greedy_samples_all_equal_stock(llama):
@@ -171,20 +166,6 @@ def test_greedy_samples_all_equal_stock(llama):
     )
     expected = stock_greedy(llama, prompt, NUM_TOKENS)
     assert [output.token_ids for output in outputs] == [expected] * 3
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_aborting_a_request_ends_all_its_samples(llama, num_steps):
-    engine = Engine(llama, max_num_batched_tokens=16)
-    request_id = engine.add_request(
-        draw_prompts([20])[0], SamplingParams(max_tokens=9, n=3, temperature=1.0, ignore_eos=True)
-    )
-    for _ in range(num_steps):
-        engine.step()
-    engine.abort(request_id)
-    assert [output.finish_reason for output in engine.step()] == ["abort"] * 3
-    assert not engine.has_unfinished_requests()
-    assert_all_free(engine)
 
 
 def test_more_samples_than_seats_are_refused(llama):
@@ -214,7 +195,7 @@ def test_prompt_many_windows_long_gives_stocks_tokens_in_the_memory_that_theory_
         assert peak <= theory
         if group.rule.kind != "full":
             assert theory < sum(-(-len(prompt) // 4) for prompt in prompts) / 4
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
 
 
 # Pressure
@@ -234,7 +215,7 @@ def test_five_percent_of_the_memory_changes_no_token(family, batching):
     for prompt, output, tokens in zip(prompts, outputs, expected, strict=True):
         assert_greedy(model, prompt, output.token_ids, tokens)
     stats = engine.stats()
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
     assert stats.peak_running < 40
     if family == "llama":
         assert stats.num_preemptions > 0
@@ -289,68 +270,6 @@ def test_progress_is_made_however_small_the_memory(llama):
     assert steps <= 12 * 21
 
 
-# Sizing
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("2 parsecs", "is not a size"),
-        (0, "is not usable"),
-        (-1, "is not usable"),
-        (float("nan"), "is not usable"),
-        (1.5, "is not a fraction"),
-        (True, "is not usable"),
-        (0.5, "share of a GPU's free memory, but the model is on cpu"),
-        (100, "does not hold one block"),
-    ],
-)
-def test_unusable_budget_is_refused_with_the_reason(llama, value, message):
-    with pytest.raises(ConfigError, match=message):
-        Engine(llama, kv_cache_memory=value)
-
-
-def test_budget_is_kept_over_all_groups():
-    engine = Engine(make_tiny("gemma2"), kv_cache_memory="1MiB")
-    assert 0.9 * 2**20 < engine.stats().reserved_bytes <= 2**20
-
-
-def test_elastic_engine_grows_for_what_comes_and_keeps_its_cache(llama):
-    engine = Engine(llama, elastic=True, block_size=4)
-    short, long = draw_prompts([40, 150])
-    engine.generate([short], GREEDY)
-    small = engine.stats().reserved_bytes
-    engine.fit([len(short) + NUM_TOKENS, len(long) + NUM_TOKENS])
-    assert engine.stats().reserved_bytes > 3 * small
-    (output,) = engine.generate([long], GREEDY)
-    assert output.token_ids == stock_greedy(llama, long, NUM_TOKENS)
-    (output,) = engine.generate([short], GREEDY)
-    assert output.metrics.num_cached_tokens == 36
-    assert output.token_ids == stock_greedy(llama, short, NUM_TOKENS)
-    assert_all_free(engine)
-
-
-def test_elastic_engine_grows_while_others_run(llama):
-    engine = Engine(llama, elastic=True, block_size=4)
-    short, long = draw_prompts([20, 150])
-    first = engine.add_request(short, GREEDY)
-    for _ in range(5):
-        engine.step()
-    second = engine.add_request(long, GREEDY)
-    outputs = run(engine)
-    assert outputs[first][0].token_ids == stock_greedy(llama, short, NUM_TOKENS)
-    assert outputs[second][0].token_ids == stock_greedy(llama, long, NUM_TOKENS)
-
-
-def test_elastic_engine_gives_back_what_a_small_call_does_not_need(llama):
-    engine = Engine(llama, elastic=True, block_size=4)
-    engine.fit([200] * 40)
-    large = engine.stats().reserved_bytes
-    engine.fit([30])
-    assert engine.stats().reserved_bytes < large / 10
-    assert engine.generate([[5] * 9], GREEDY)[0].token_ids == stock_greedy(llama, [5] * 9, NUM_TOKENS)
-
-
 def test_two_engines_in_one_process_do_not_disturb_each_other(llama):
     other = make_tiny("gpt2")
     engines = [Engine(llama), Engine(other), Engine(llama, block_size=7)]
@@ -364,98 +283,6 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(llama):
             found.update((output.request_id, output.token_ids) for output in engine.step())
     for model, found in zip((llama, other, llama), outputs, strict=True):
         assert list(found.values()) == [stock_greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
-
-
-# Cheaper dtypes
-
-
-@pytest.mark.parametrize(
-    ("kv_dtype", "bytes_per_token", "tolerance"),
-    [
-        ("float32", 768, 1e-5),
-        ("float16", 384, 2e-3),
-        ("bfloat16", 384, 2e-2),
-        ("int8", 192 + 48, 3e-2),
-        ("fp8", 192 + 48, 2e-1),
-    ],
-)
-def test_cheaper_cache_costs_fewer_bytes_and_a_bounded_error(llama, kv_dtype, bytes_per_token, tolerance):
-    engine = Engine(llama, kv_dtype=kv_dtype)
-    assert engine.stats().groups[0].bytes_per_token == bytes_per_token
-    prompt = draw_prompts([60])[0]
-    logits = []
-    forward = engine.runner.forward
-    engine.runner.forward = lambda batch: logits.append(forward(batch)) or logits[-1]
-    (output,) = engine.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))
-    with torch.no_grad():
-        exact = llama(torch.tensor([prompt + output.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
-    got = torch.cat(logits)
-    error = (got - exact).norm() / (exact - exact.mean(-1, keepdim=True)).norm()
-    assert error < tolerance
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_quantised_cache_gives_the_same_tokens_under_chunks_hits_and_preemption(llama, kv_dtype):
-    prompts = draw_prompts([30, 25, 33, 28])
-    reference = [output.token_ids for output in Engine(llama, kv_dtype=kv_dtype).generate(prompts, GREEDY)]
-    tight = Engine(
-        llama,
-        kv_dtype=kv_dtype,
-        block_size=4,
-        max_num_batched_tokens=16,
-        kv_cache_memory=80 * 240,
-        max_model_len=64,
-    )
-    for _ in range(2):
-        assert [output.token_ids for output in tight.generate(prompts, GREEDY)] == reference
-    assert tight.stats().num_preemptions > 0
-    assert tight.stats().num_cached_tokens > 0
-
-
-# Accounts
-
-
-def test_waste_and_reservation_stay_small_on_mixed_lengths(llama):
-    model = make_tiny("llama", max_position_embeddings=1100)
-    rng = random.Random(0)
-    totals = [rng.randint(64, 1024) for _ in range(32)]
-    prompts = draw_prompts([total // 2 for total in totals])
-    params = [SamplingParams(max_tokens=total - total // 2, ignore_eos=True) for total in totals]
-    ticks = iter(range(10**9))
-    engine = Engine(model, block_size=16, elastic=True, clock=lambda: float(next(ticks)), enable_prefix_caching=False)
-    # Only the books matter here, and they do not depend on what the tokens are.
-    engine.runner.forward = lambda batch: torch.zeros(batch.logits_rows.numel(), engine.twin.vocab_size)
-    engine.generate(prompts, params)
-    stats = engine.stats()
-    per_token = stats.groups[0].bytes_per_token
-    assert 0 < stats.waste < 0.04
-    # Preallocation reserves every request the longest length; so does a padded batch, by its end.
-    assert stats.peak_allocated_bytes <= 0.6 * 32 * max(totals) * per_token
-
-
-def test_accounts_add_up_at_every_step(llama):
-    engine = Engine(llama, block_size=4, max_num_batched_tokens=16)
-    for prompt in draw_prompts([5, 23, 40]):
-        engine.add_request(prompt, GREEDY)
-    engine.add_request([7] * 9, SamplingParams(max_tokens=9, n=3, temperature=1.0, ignore_eos=True))
-    while engine.has_unfinished_requests():
-        engine.step()
-        (group,) = engine.stats().groups
-        assert group.num_owned_blocks + group.num_cached_blocks + group.num_free_blocks == group.num_blocks
-        computed = sum(request.num_computed_tokens for request in engine.scheduler.running)
-        # Forks share the two full blocks of their prompt, so filled slots may be fewer than computed tokens.
-        assert computed - 2 * 8 - 2 <= group.num_filled_slots <= computed
-        assert 0 <= group.num_wasted_slots <= 4 * len(engine.scheduler.running)
-
-
-def test_memory_is_explained_in_words(llama):
-    engine = Engine(llama, block_size=4, kv_cache_memory=memory_for(llama, 64, 4), max_model_len=64)
-    assert "Nothing has run yet" in engine.explain_memory()
-    engine.generate(draw_prompts([20, 20, 20]), GREEDY)
-    text = engine.explain_memory()
-    assert "3 attention layers keep keys and values in float32: 768 B a token." in text
-    assert "16 blocks of 4 tokens, 48.0 KiB" in text
-    assert "Memory ran out" in text
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -486,5 +313,5 @@ def test_random_arrivals_aborts_and_forks_in_a_tiny_cache_leave_every_block_free
     finished += sum(map(len, run(engine).values()))
     assert finished > 150
     assert engine.stats().num_preemptions > 0
-    assert_all_free(engine)
+    assert_all_blocks_are_back(engine)
     assert threading.active_count() == threads

@@ -5,63 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+from block_checks import assert_all_available
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from managed_blocks import LAYOUTS, MAX_CHUNK, compute, make_manager, make_request, start
 
 from paged_backend.errors import IntegrityError, RequestRefused
-from paged_backend.kernels import FULL, MaskRule
-from paged_backend.memory.block_manager import NO_BLOCK, BlockManager
-from paged_backend.memory.kv_cache import KVGroup
-from paged_backend.plugins.eviction import Lru
+from paged_backend.memory.block_manager import NO_BLOCK
 from paged_backend.request.request import Request
 from paged_backend.request.state import RequestState
-from paged_backend.sampling_params import SamplingParams
-
-LAYOUTS = {
-    "full": [FULL],
-    "window": [MaskRule("window", 5)],
-    "full and window": [FULL, MaskRule("window", 8)],
-    "full, chunk and window": [FULL, MaskRule("chunk", 6), MaskRule("window", 3)],
-    "two windows": [MaskRule("window", 4), MaskRule("window", 9)],
-}
-MAX_CHUNK = 12
-
-
-def no_policy_errors(policy: object, method: str, error: object) -> None:
-    raise AssertionError(f"{policy}.{method}: {error}")
-
-
-def make_manager(layout: str, num_blocks: int, block_size: int = 4, max_num_seqs: int = 6) -> BlockManager:
-    groups = [KVGroup(rule, (index,), 8) for index, rule in enumerate(LAYOUTS[layout])]
-    return BlockManager(
-        groups,
-        [num_blocks] * len(groups),
-        block_size,
-        max_num_seqs,
-        MAX_CHUNK,
-        [Lru() for _ in groups],
-        no_policy_errors,
-    )
-
-
-def make_request(tokens: list[int], order: int, salt: str | None = None) -> Request:
-    return Request(str(order), tokens, SamplingParams(max_tokens=1000), 0.0, order, cache_salt=salt)
-
-
-def compute(manager: BlockManager, request: Request, num_tokens: int) -> None:
-    """Pretend that a forward pass wrote ``num_tokens`` more tokens."""
-    assert manager.reserve(request, request.num_computed_tokens + num_tokens)
-    request.num_computed_tokens += num_tokens
-    manager.register(request)
-
-
-def start(manager: BlockManager, request: Request) -> int:
-    """Admit ``request`` with whatever prefix is cached; returns the number of cached tokens."""
-    match = manager.match_prefix(request)
-    manager.admit(request, match)
-    request.num_computed_tokens = match.num_tokens
-    return match.num_tokens
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -199,9 +152,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.manager.free(request, 0.0)
             for tokens, salt in self.pins:
                 self.manager.unpin(tokens, salt)
-            self.manager.check_integrity()
-            for pool in self.manager.pools:
-                assert pool.num_available == pool.num_blocks
+            assert_all_available(self.manager)
 
 
 TestRandomOperations = BlockManagerMachine.TestCase
@@ -220,32 +171,6 @@ def test_books_agree_after_ten_thousand_random_operations():
             max_examples=250, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
-
-
-def test_a_pin_outlives_a_longer_one_though_nothing_of_it_is_computed_yet():
-    manager = make_manager("full", 20)
-    manager.pin([1] * 4, None)
-    manager.pin([1] * 8, None)
-    manager.unpin([1] * 8, None)
-    request = make_request([1] * 9, 0)
-    start(manager, request)
-    compute(manager, request, 9)
-    manager.free(request, 0.0)
-    manager.check_integrity()
-    (pool,) = manager.pools
-    assert pool.num_pinned == 1
-    assert pool.num_available == pool.num_blocks - 1
-    manager.unpin([1] * 4, None)
-    assert pool.num_available == pool.num_blocks
-
-
-def test_a_pin_that_is_refused_leaves_a_shorter_one_in_place():
-    manager = make_manager("full", 6)
-    manager.pin([1] * 4, None)
-    with pytest.raises(RequestRefused, match="unpin another"):
-        manager.pin([1] * 20, None)
-    assert [node.tokens for node in manager.tree.nodes()] == [(1, 1, 1, 1)]
-    manager.check_integrity()
 
 
 def test_second_request_with_the_same_beginning_shares_its_full_blocks():
@@ -341,44 +266,12 @@ def test_fork_copies_the_partial_block_once_and_only_when_written():
     assert tables[0, 1] != tables[1, 1]
 
 
-def test_tail_of_a_freed_request_is_evicted_before_its_beginning():
-    manager = make_manager("full", 6)
-    request = make_request([1] * 16, 0)
-    start(manager, request)
-    compute(manager, request, 10)
-    compute(manager, request, 6)
-    manager.free(request, 0.0)
-    pool = manager.pools[0]
-    assert (pool.num_cached, pool.num_free) == (4, 2)
-    for _ in range(4):
-        pool.allocate()
-    assert manager.match_prefix(make_request([1] * 16, 1)).num_tokens == 8
-
-
-def test_free_blocks_without_a_prefix_are_used_before_cached_ones():
-    manager = make_manager("full", 6)
-    request = make_request([1] * 6, 0)
-    start(manager, request)
-    compute(manager, request, 6)
-    manager.free(request, 0.0)
-    for _ in range(5):
-        manager.pools[0].allocate()
-    assert manager.match_prefix(make_request([1] * 6, 1)).num_tokens == 4
-
-
 def test_reserve_takes_nothing_when_one_group_is_short():
     manager = make_manager("two windows", 3)
     request = make_request([1] * 40, 0)
     start(manager, request)
     assert not manager.reserve(request, 16)
     assert manager.num_held(request) == 0
-
-
-def test_integrity_check_notices_a_lost_block():
-    manager = make_manager("full", 6)
-    manager.pools[0]._free.pop()
-    with pytest.raises(IntegrityError, match="in 0 of the states"):
-        manager.check_integrity()
 
 
 def test_integrity_check_notices_two_writers_of_a_slot():
@@ -391,67 +284,6 @@ def test_integrity_check_notices_two_writers_of_a_slot():
     manager._tables[child].capacity = 8
     with pytest.raises(IntegrityError, match="another request holds too"):
         manager.check_integrity()
-
-
-def test_evicting_policy_that_answers_nonsense_is_reported_and_overruled():
-    class Liar(Lru):
-        def evict(self) -> int:
-            return 10_000
-
-    errors = []
-    manager = make_manager("full", 4)
-    pool = manager.pools[0]
-    pool.policy, pool._on_policy_error = Liar(), lambda *args: errors.append(args)
-    request = make_request([1] * 12, 0)
-    start(manager, request)
-    compute(manager, request, 12)
-    manager.free(request, 0.0)
-    for _ in range(4):
-        pool.allocate()
-    assert len(errors) == 3
-    assert pool.num_evictions == 3
-
-
-def test_parent_is_not_evicted_before_its_descendants_whatever_the_policy_says():
-    class HeadFirst(Lru):
-        def evict(self) -> int:
-            return head
-
-    errors = []
-    manager = make_manager("full", 4)
-    pool = manager.pools[0]
-    pool.policy, pool._on_policy_error = HeadFirst(), lambda *args: errors.append(args)
-    request = make_request([1] * 16, 0)
-    start(manager, request)
-    compute(manager, request, 12)
-    compute(manager, request, 4)
-    head = manager._tables[request].blocks[0][0]
-    manager.free(request, 0.0)
-    pool.allocate()
-    assert "no block on offer" in errors[0][2]
-    assert manager.match_prefix(make_request([1] * 16, 1)).num_tokens == 12
-
-
-def test_policy_is_offered_a_prefix_from_its_end():
-    offered = []
-
-    class Recorder(Lru):
-        def add(self, block) -> None:
-            offered.append(block.depth)
-            super().add(block)
-
-    manager = make_manager("full", 3)
-    pool = manager.pools[0]
-    pool.policy = Recorder()
-    request = make_request([1] * 12, 0)
-    start(manager, request)
-    compute(manager, request, 12)
-    manager.free(request, 0.0)
-    assert offered == [2]
-    pool.allocate()
-    assert offered == [2, 1]
-    pool.allocate()
-    assert offered == [2, 1, 0]
 
 
 def test_tables_survive_random_traffic_of_many_requests():
@@ -474,47 +306,7 @@ def test_tables_survive_random_traffic_of_many_requests():
         manager.check_integrity()
     for r in live:
         manager.free(r, 0.0)
-    assert all(pool.num_available == pool.num_blocks for pool in manager.pools)
-
-
-def test_pinned_prefix_survives_traffic_of_many_times_the_cache():
-    manager = make_manager("full", 12)
-    assert manager.pin([1] * 10, None) == 8
-    for order in range(40):
-        request = make_request([1] * 9 if order == 0 else [2 + order] * 30, order)
-        assert manager.can_admit(request, manager.match_prefix(request), [0], 0)
-        start(manager, request)
-        while request.num_uncomputed_tokens:
-            compute(manager, request, min(MAX_CHUNK, request.num_uncomputed_tokens))
-        manager.free(request, float(order))
-        manager.check_integrity()
-    assert manager.match_prefix(make_request([1] * 9, 99)).num_tokens == 8
-    assert manager.unpin([1] * 10, None)
-    assert not manager.unpin([1] * 10, None)
-    assert manager.pools[0].num_available == 12
-
-
-def test_pins_cannot_take_the_room_that_requests_need():
-    manager = make_manager("full", 12)
-    assert manager.shortage(48) is None
-    manager.pin([1] * 24, None)
-    with pytest.raises(RequestRefused, match="at most 6"):
-        manager.pin([2] * 4, None)
-    assert manager.shortage(24) is None
-    assert "6 of them pinned" in manager.shortage(25)
-
-
-def test_pin_outlives_a_reset():
-    manager = make_manager("full", 12)
-    manager.pin([1] * 8, None)
-    manager.reset()
-    for order, tokens in enumerate([[1] * 9, [2] * 40]):
-        request = make_request(tokens, order)
-        start(manager, request)
-        while request.num_uncomputed_tokens:
-            compute(manager, request, min(MAX_CHUNK, request.num_uncomputed_tokens))
-        manager.free(request, 0.0)
-    assert manager.match_prefix(make_request([1] * 9, 9)).num_tokens == 8
+    assert_all_available(manager)
 
 
 def test_requests_together_free_what_they_share():

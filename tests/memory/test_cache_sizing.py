@@ -19,7 +19,7 @@ from paged_backend.memory.cache_sizing import (
     budget_bytes,
     memory_of,
 )
-from paged_backend.memory.kv_cache import KVGroup, LayerSpec, group_layers
+from paged_backend.memory.kv_cache import KVGroup, LayerSpec
 
 CPU = torch.device("cpu")
 WINDOW = MaskRule("window", 64)
@@ -28,23 +28,6 @@ GROUPS = [KVGroup(FULL, (0, 2), 200), KVGroup(WINDOW, (1,), 100)]
 
 def layer(rule: MaskRule, dtype: torch.dtype = torch.float32) -> LayerSpec:
     return LayerSpec("layer", 4, 2, 16, 8, dtype, CPU, rule)
-
-
-def test_layers_of_one_rule_share_a_group_full_attention_first():
-    groups = group_layers([layer(WINDOW), layer(FULL), layer(WINDOW)])
-    assert [(group.rule, group.layers) for group in groups] == [(FULL, (1,)), (WINDOW, (0, 2))]
-
-
-def test_a_token_costs_its_key_its_value_and_its_scales():
-    assert layer(FULL).bytes_per_token() == 2 * (16 + 8) * 4
-    assert layer(FULL).bytes_per_token(torch.bfloat16) == 2 * (16 + 8) * 2
-    assert layer(FULL).bytes_per_token(torch.int8) == 2 * (16 + 8 + 8)
-
-
-def test_windowed_group_holds_the_window_and_a_chunk_however_long_the_sequence():
-    assert GROUPS[1].blocks_for(10**6, 16, 32) == (64 + 32) // 16 + 1
-    assert GROUPS[1].blocks_for(40, 16, 32) == 3
-    assert GROUPS[0].blocks_for(100, 16, 32) == 7
 
 
 def test_lengths_are_added_up_with_a_block_to_spare_each():

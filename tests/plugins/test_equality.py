@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from block_checks import assert_all_blocks_are_back
+from clock import Clock
 from oracle import assert_greedy, draw_prompts, stock_greedy
 from pairwise import pairwise
 from tiny_models import make_tiny
@@ -29,17 +31,6 @@ OPTIONS = [
 ]
 
 
-class Clock:
-    """Every look at it takes a millisecond."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.001
-        return self.now
-
-
 @pytest.fixture(scope="module")
 def model():
     return make_tiny("llama", num_hidden_layers=1)
@@ -58,7 +49,9 @@ def expected(model, prompts):
 
 def run_under_pressure(model, prompts, **options) -> tuple[Engine, list[list[int]]]:
     """Requests of several clients, classes and deadlines arrive while others run, and memory is short."""
-    engine = Engine(model, max_num_seqs=3, max_num_batched_tokens=16, clock=Clock(), strict_policies=True, **options)
+    engine = Engine(
+        model, max_num_seqs=3, max_num_batched_tokens=16, clock=Clock(tick=0.001), strict_policies=True, **options
+    )
     outputs = []
     arriving = list(enumerate(prompts))
     for count in range(2000):
@@ -75,8 +68,7 @@ def run_under_pressure(model, prompts, **options) -> tuple[Engine, list[list[int
             )
             outputs += engine.outputs(request_id)
         engine.step()
-    engine.blocks.check_integrity()
-    assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
+    assert_all_blocks_are_back(engine)
     return engine, [output.token_ids for output in outputs]
 
 

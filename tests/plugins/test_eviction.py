@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from block_checks import assert_all_blocks_are_back
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_free import ModelFree
@@ -86,7 +87,7 @@ def test_every_eviction_policy_keeps_the_books_right(name, requests, num_blocks)
         engine.blocks.check_integrity()
     engine.run()
     engine.assert_sound()
-    assert engine.blocks.pools[0].num_available == num_blocks
+    assert_all_blocks_are_back(engine)
 
 
 def cached_tokens(make) -> int:

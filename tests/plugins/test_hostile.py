@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from block_checks import assert_all_blocks_are_back
+from clock import Clock
 from oracle import draw_prompts
 from tiny_models import make_tiny
 
@@ -26,17 +28,6 @@ GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 # Few seats, few blocks and short chunks, so that requests wait, are preempted, and cached blocks are dropped.
 PRESSURE = {"block_size": 4, "kv_cache_memory": 12 * 4 * 256, "max_num_seqs": 3, "max_num_batched_tokens": 16}
 MAX_STEPS = 2000
-
-
-class Clock:
-    """Every look at it takes a millisecond."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.001
-        return self.now
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +67,12 @@ def serve(engine: Engine, prompts, *, strict: bool = False) -> tuple[list[list[i
 
 
 def assert_no_block_is_lost(engine: Engine) -> None:
-    engine.blocks.check_integrity()
-    assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
+    assert_all_blocks_are_back(engine)
 
 
 @pytest.fixture(scope="module")
 def expected(model, prompts):
-    engine = Engine(model, clock=Clock(), **PRESSURE)
+    engine = Engine(model, clock=Clock(tick=0.001), **PRESSURE)
     tokens, _ = serve(engine, prompts)
     stats = engine.stats()
     assert stats.num_preemptions > 0
@@ -481,7 +471,7 @@ for _name, _rule in sizes():
 
 
 def options_of(name: str) -> dict[str, Any]:
-    options = {**PRESSURE, "clock": Clock(), **KINDS[name][0]()}
+    options = {**PRESSURE, "clock": Clock(tick=0.001), **KINDS[name][0]()}
     if callable(options["block_size"]):
         options["kv_cache_memory"] = 4 * 16 * 256
     return options
@@ -506,7 +496,9 @@ def test_no_token_changes_no_block_is_lost_and_the_culprit_is_named_once(name, m
 
 
 def test_policy_that_waits_for_the_machine_but_computes_little_is_not_called_slow(model, prompts, expected):
-    engine = Engine(model, clock=Clock(), scheduler=hesitating(once(lambda: time.sleep(2 * SLOW_S))), **PRESSURE)
+    engine = Engine(
+        model, clock=Clock(tick=0.001), scheduler=hesitating(once(lambda: time.sleep(2 * SLOW_S))), **PRESSURE
+    )
     tokens, _ = serve(engine, prompts)
     assert tokens == expected
     assert engine.stats().policy_errors == {}
@@ -543,7 +535,10 @@ def test_observer_gets_copies_it_may_ruin(model, prompts, expected):
         output.metrics.arrival_time = -1.0
 
     engine = Engine(
-        model, clock=Clock(), plugins=[SimpleNamespace(request_finished=hookimpl(request_finished))], **PRESSURE
+        model,
+        clock=Clock(tick=0.001),
+        plugins=[SimpleNamespace(request_finished=hookimpl(request_finished))],
+        **PRESSURE,
     )
     tokens, _ = serve(engine, prompts)
     assert tokens == expected
@@ -556,7 +551,7 @@ def test_thrashing_policy_costs_time_but_no_request_its_end(model, prompts, expe
         def preempts(self, candidate, running, now):
             return running[0]
 
-    engine = Engine(model, clock=Clock(), scheduler=Thrashing(), **PRESSURE)
+    engine = Engine(model, clock=Clock(tick=0.001), scheduler=Thrashing(), **PRESSURE)
     tokens, _ = serve(engine, prompts)
     assert engine.stats().num_preemptions > len(prompts)
     assert tokens == expected
@@ -575,7 +570,7 @@ def test_ctrl_c_inside_a_policy_passes_and_loses_nothing(model, prompts, expecte
                 raise KeyboardInterrupt
             return super().candidates(now)
 
-    engine = Engine(model, clock=Clock(), scheduler=Interrupted(), **PRESSURE)
+    engine = Engine(model, clock=Clock(tick=0.001), scheduler=Interrupted(), **PRESSURE)
     outputs = [engine.outputs(engine.add_request(prompt, GREEDY))[0] for prompt in prompts]
     interrupts = 0
     while engine.has_unfinished_requests():

@@ -8,6 +8,7 @@ import sys
 import weakref
 
 import pytest
+from clock import Clock
 from oracle import draw_prompts
 from tiny_models import make_tiny
 
@@ -21,17 +22,6 @@ prometheus_client = pytest.importorskip("prometheus_client", reason="needs the e
 @pytest.fixture(scope="module")
 def model():
     return make_tiny("llama")
-
-
-class Clock:
-    """Every look at it takes 10 ms."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.01
-        return self.now
 
 
 def test_prometheus_counts_what_the_engine_counts(model):
@@ -51,7 +41,7 @@ def test_prometheus_counts_what_the_engine_counts(model):
         block_size=4,
         max_num_seqs=3,
         kv_cache_memory=60_000,
-        clock=Clock(),
+        clock=Clock(tick=0.01),
     )
     engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
     stats = engine.stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from clock import Clock
 from oracle import draw_prompts
 from tiny_models import make_tiny
 
@@ -16,16 +17,6 @@ BYTES_PER_TOKEN = 256
 
 def greedy(max_tokens: int, **options) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
-
-
-class Clock:
-    """Seconds that pass by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(scope="module")

@@ -172,24 +172,3 @@ def test_hold_of_a_queue_that_emptied_is_over():
     guard.add(requests[1], 500.0)
     assert guard.hold_until(500.0) == 500.0 + MAX_HOLD_S
     assert errors == []
-
-
-def test_view_shows_everything_and_changes_nothing():
-    (request,) = make_requests(1)
-    view = request.view
-    assert view is request.view
-    assert (view.order, view.num_tokens, view.is_waiting, view.finish_reason) == (0, 3, True, None)
-    request.append_token(7)
-    request.state = RequestState.DECODE
-    assert view.token_ids == (1, 2, 3, 7)
-    assert view.is_decoding
-    with pytest.raises(AttributeError, match="read requests"):
-        view.priority = 5
-    with pytest.raises(AttributeError):
-        view.token_ids.append(1)
-
-
-def test_view_hands_out_no_params_that_can_be_changed():
-    request = Request("0", [1], SamplingParams(logit_bias={3: 1.0}), 0.0, 0)
-    request.view.params.logit_bias[3] = 99.0
-    assert request.params.logit_bias == {3: 1.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from block_checks import assert_all_blocks_are_back
 from oracle import assert_greedy, draw_prompts, stock_greedy
 from tiny_models import make_tiny
 
@@ -52,7 +53,7 @@ def run(engine, prompts, lockstep, params=GREEDY, **options):
             break
         engine.step(drain=True)
         engine.blocks.check_integrity()
-    assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
+    assert_all_blocks_are_back(engine)
     return outputs
 
 

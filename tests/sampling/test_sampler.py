@@ -4,96 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import byte_level_bpe
+from sampling_checks import EOS, MIXED, generate, make_request, make_requests, random_logits, stock_scores
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
 
 from paged_backend.errors import SamplingFailed
 from paged_backend.request.request import Request
-from paged_backend.sampling.distribution import Distribution
 from paged_backend.sampling.sampler import Sampler
 from paged_backend.sampling_params import SamplingParams
-
-EOS = 1
-
-
-def make_request(params: SamplingParams, prompt: Sequence[int] = (2, 3, 2), order: int = 0, index: int = 0) -> Request:
-    return Request(str(order), list(prompt), params, 0.0, order, index=index)
-
-
-def make_requests(params: Sequence[SamplingParams], prompt: Sequence[int] = (2, 3, 2)) -> list[Request]:
-    return [make_request(p, prompt, order) for order, p in enumerate(params)]
-
-
-def random_logits(rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-class PresenceAndFrequency(LogitsProcessor):
-    """The formula of OpenAI's reference, which transformers has no processor for."""
-
-    def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        self.params, self.num_prompt_tokens = params, num_prompt_tokens
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.bincount(input_ids[0, self.num_prompt_tokens :], minlength=scores.shape[1])[: scores.shape[1]]
-        return scores - counts * self.params.frequency_penalty - (counts > 0) * self.params.presence_penalty
-
-
-def stock_processors(params: SamplingParams, num_prompt_tokens: int) -> LogitsProcessorList:
-    """What stock ``generate`` would apply for ``params``, in its order."""
-    warping = {
-        "temperature": params.temperature,
-        "top_k": max(params.top_k, 0),
-        "top_p": params.top_p,
-        "min_p": params.min_p or None,
-    }
-    config = GenerationConfig(
-        do_sample=not params.is_greedy,
-        **({} if params.is_greedy else warping),
-        repetition_penalty=params.repetition_penalty,
-        min_new_tokens=params.min_tokens,
-        bad_words_ids=[list(word) for word in params.bad_words] or None,
-        sequence_bias={(token,): bias for token, bias in params.logit_bias.items()} if params.logit_bias else None,
-    )
-    config._eos_token_tensor = torch.tensor([EOS])
-    owner = SimpleNamespace(
-        config=SimpleNamespace(is_encoder_decoder=False),
-        _merge_criteria_processor_list=GenerationMixin._merge_criteria_processor_list.__get__(object()),
-    )
-    processors = GenerationMixin._get_logits_processor(
-        owner,
-        generation_config=config,
-        input_ids_seq_length=num_prompt_tokens,
-        logits_processor=LogitsProcessorList(params.logits_processors),
-        device="cpu",
-    )
-    if params.stop_token_ids and params.min_tokens:
-        stops = list(params.stop_token_ids)
-        processors.insert(0, MinNewTokensLengthLogitsProcessor(num_prompt_tokens, params.min_tokens, stops))
-    # Ours comes after the repetition penalty, which comes after the bias.
-    before = [p for p in processors if type(p).__name__ == "SequenceBiasLogitsProcessor"]
-    before += [p for p in processors if isinstance(p, RepetitionPenaltyLogitsProcessor)]
-    after = [p for p in processors if p not in before]
-    return LogitsProcessorList([*before, PresenceAndFrequency(params, num_prompt_tokens), *after])
-
-
-def stock_scores(params: SamplingParams, request: Request, logits: Tensor) -> Tensor:
-    """[V] float32, as stock would draw from or take the argmax of."""
-    processors = stock_processors(params, request.num_prompt_tokens)
-    return processors(torch.tensor([request.token_ids]), logits[None].to(copy=True, dtype=torch.float32))[0]
 
 
 def on_an_edge(params: SamplingParams, request: Request, logits: Tensor) -> bool:
@@ -167,18 +90,6 @@ def test_every_row_of_a_mixed_batch_equals_transformers_processors(data: st.Data
             assert token in visible
             if request.params.is_greedy:
                 assert token == int(expected[row].argmax())
-
-
-def test_processed_scores_of_greedy_rows_are_bitwise_those_of_transformers() -> None:
-    seen: list[Tensor] = []
-    params = SamplingParams(
-        repetition_penalty=1.3, logit_bias={3: 0.7, 9: -1.1}, bad_words=[[4], [3, 5]], min_tokens=5, stop_token_ids=[6]
-    )
-    recording = dataclasses.replace(params, logits_processors=[lambda input_ids, scores: seen.append(scores) or scores])
-    request = make_request(recording, [2, 3, 9, 9, 3])
-    logits = random_logits(1, 50)
-    Sampler([EOS]).sample(logits, [request])
-    assert torch.equal(seen[0][0], stock_scores(params, request, logits[0]))
 
 
 # Chi-square of drawn tokens against what stock would draw from.
@@ -280,33 +191,6 @@ def test_draws_of_one_request_over_its_tokens_follow_the_distribution() -> None:
 
 # Random streams.
 
-MIXED = [
-    SamplingParams(),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.8, top_p=0.9),
-    SamplingParams(temperature=1.2, top_k=20),
-    SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1.2),
-    SamplingParams(temperature=0.9, top_k=40, top_p=0.95, frequency_penalty=0.4, bad_words=[[3, 4]]),
-]
-
-
-def generate(
-    sampler: Sampler, batch: Sequence[Request], names: Sequence[int], steps: int, forget: bool = False
-) -> None:
-    """Run requests to ``steps`` tokens with logits that depend on the request's name and its tokens only."""
-    for _ in range(steps):
-        logits = torch.cat(
-            [
-                random_logits(1, 1000, seed=hash((name, *r.token_ids)) % 2**32)
-                for name, r in zip(names, batch, strict=True)
-            ]
-        )
-        for request, token in zip(batch, sampler.sample(logits, batch).tokens, strict=True):
-            assert isinstance(token, int)
-            request.append_token(token)
-            if forget:
-                request.sampling_state = None
-
 
 @pytest.mark.parametrize("params", MIXED[1:])
 def test_a_seeded_request_draws_the_same_tokens_whatever_runs_beside_it(params: SamplingParams) -> None:
@@ -319,13 +203,6 @@ def test_a_seeded_request_draws_the_same_tokens_whatever_runs_beside_it(params: 
         batch.insert(place, again)
         generate(Sampler([EOS], seed=place), batch, [0 if r is again else 1 for r in batch], 25)
         assert again.token_ids == alone.token_ids
-
-
-def test_a_request_that_lost_its_sampling_state_goes_on_as_before() -> None:
-    first, second = make_requests(MIXED), make_requests(MIXED)
-    generate(Sampler([EOS], seed=0), first, range(len(MIXED)), 20)
-    generate(Sampler([EOS], seed=0), second, range(len(MIXED)), 20, forget=True)
-    assert [r.token_ids for r in first] == [r.token_ids for r in second]
 
 
 def test_greedy_rows_are_unaffected_by_sampling_rows() -> None:
@@ -400,189 +277,13 @@ def test_the_layout_of_the_logits_does_not_matter() -> None:
         assert Sampler([EOS], seed=0).sample(other, make_requests(penalized)).tokens == expected
 
 
-# Edges of the draw and of the warpers.
-
-
-@pytest.mark.parametrize("token_ids", [None, torch.tensor([[10, 11, 12, 13, 14, 15]])])
-def test_the_ends_of_the_unit_interval_reach_the_first_and_the_last_token_with_weight(token_ids: Tensor | None) -> None:
-    distribution = Distribution(torch.tensor([[0.0, 0.0, 0.3, 0.0, 0.7, 0.0]]), token_ids)
-    drawn = [int(distribution.draw(torch.tensor([number], dtype=torch.float64))) for number in (0.0, 1 - 2.0**-53)]
-    assert drawn == ([2, 4] if token_ids is None else [12, 14])
-
-
-@pytest.mark.parametrize("top_k", [1, 5, 31, 32, 77, 78, 79, 500, 4999])
-def test_top_k_keeps_the_highest_of_a_large_vocabulary(top_k: int) -> None:
-    logits = random_logits(3, 5000)
-    params = [
-        SamplingParams(temperature=1.0, top_k=k, logprobs=5000, logprobs_mode="processed") for k in (top_k, 9, 40)
-    ]
-    for row, (p, logprobs) in enumerate(
-        zip(params, Sampler([]).sample(logits, make_requests(params)).logprobs, strict=True)
-    ):
-        assert logprobs is not None
-        assert set(logprobs) == set(logits[row].topk(p.top_k).indices.tolist())
-
-
-def test_scores_equal_to_the_last_of_top_k_are_all_kept() -> None:
-    params = SamplingParams(temperature=1.0, top_k=2, logprobs=5, logprobs_mode="processed")
-    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0]])
-    logprobs = Sampler([]).sample(logits, make_requests([params])).logprobs[0]
-    assert logprobs is not None
-    assert set(logprobs) == {1, 2, 3, 4}
-
-
-def test_top_p_keeps_as_many_equal_tokens_as_stock() -> None:
-    logits = torch.zeros(1, 10)
-    for top_p in (0.05, 0.25, 0.55, 0.95):
-        params = SamplingParams(temperature=1.0, top_p=top_p, logprobs=10, logprobs_mode="processed")
-        request = make_request(params)
-        logprobs = Sampler([]).sample(logits, [request]).logprobs[0]
-        assert logprobs is not None
-        assert len(logprobs) == int((stock_scores(params, request, logits[0]) > -math.inf).sum())
-        assert set(logprobs) == set(range(len(logprobs)))
-
-
-@pytest.mark.parametrize("params", [{"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}])
-def test_the_likeliest_token_is_always_kept(params: dict[str, Any]) -> None:
-    logits = random_logits(50, 300)
-    requests = make_requests([SamplingParams(temperature=5.0, **params)] * 50)
-    assert Sampler([]).sample(logits, requests).tokens == logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("params", MIXED[1:])
-def test_tokens_of_probability_zero_are_never_drawn(params: SamplingParams) -> None:
-    logits = torch.full((200, 400), -math.inf)
-    logits[:, 123] = 0.0
-    assert set(Sampler([]).sample(logits, make_requests([params] * 200)).tokens) == {123}
-
-
 def test_half_precision_logits_are_drawn_from_as_their_float32_values() -> None:
     logits = random_logits(len(MIXED), 900).bfloat16()
     half = Sampler([EOS], seed=0).sample(logits, make_requests(MIXED)).tokens
     assert half == Sampler([EOS], seed=0).sample(logits.float(), make_requests(MIXED)).tokens
 
 
-def test_eos_and_stop_tokens_cannot_be_drawn_before_min_tokens() -> None:
-    logits = torch.zeros(1, 4)
-    logits[0, [EOS, 2]] = 20.0
-    params = SamplingParams(temperature=1.0, min_tokens=3, stop_token_ids=[2], max_tokens=5)
-    request = make_request(params)
-    generated = []
-    for _ in range(5):
-        token = Sampler([EOS], seed=0).sample(logits, [request]).tokens[0]
-        assert isinstance(token, int)
-        generated.append(token)
-        request.append_token(token)
-    assert {EOS, 2}.isdisjoint(generated[:3])
-    assert {EOS, 2}.issuperset(generated[3:])
-
-
-def test_ignored_eos_may_be_drawn_before_min_tokens() -> None:
-    logits = torch.zeros(1, 4)
-    logits[0, EOS] = 20.0
-    assert Sampler([EOS]).sample(logits, [make_request(SamplingParams(min_tokens=3, ignore_eos=True))]).tokens == [EOS]
-
-
-def test_tokens_beyond_the_logits_do_not_reach_another_row() -> None:
-    # As of a model that embeds more tokens than it gives logits for: 10 would be the next row's 0, and 12 its 2.
-    logits = random_logits(2, 10)
-    logits[1, [0, 2]] = torch.tensor([9.0, 8.0])
-    penalized = SamplingParams(repetition_penalty=5.0, min_tokens=3)
-    processed = SamplingParams(logprobs=1, logprobs_mode="processed")
-    requests = [make_request(penalized, [10, 12]), make_request(processed)]
-    for eos in ([10], [12]):
-        sampled = Sampler(eos).sample(logits, requests)
-        assert sampled.tokens == [int(logits[0].argmax()), 0]
-        assert sampled.logprobs[1] == pytest.approx({0: float(logits[1].log_softmax(-1)[0])})
-
-
-# Processors of the caller, and rows that fail.
-
-
-def test_a_processor_sees_its_own_tokens_and_one_row_of_float32_scores() -> None:
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def look(input_ids: Tensor, scores: Tensor) -> Tensor:
-        seen.append((input_ids.clone(), scores.clone()))
-        return scores
-
-    logits = random_logits(3, 40).bfloat16()
-    params = [SamplingParams(), SamplingParams(temperature=0.5, top_k=3, logits_processors=[look]), MIXED[1]]
-    request = make_requests(params)[1]
-    request.append_token(9)
-    Sampler([EOS]).sample(logits, [make_requests(params)[0], request, make_requests(params)[2]])
-    ((input_ids, scores),) = seen
-    assert input_ids.tolist() == [[2, 3, 2, 9]]
-    assert input_ids.dtype == torch.int64
-    # Before temperature and top_k, as in stock generate.
-    assert torch.equal(scores, logits[1:2].float())
-
-
-def test_scores_that_a_processor_keeps_do_not_change_later() -> None:
-    kept: list[Tensor] = []
-
-    def keep(input_ids: Tensor, scores: Tensor) -> Tensor:
-        kept.append(scores)
-        return scores + 1
-
-    logits = random_logits(2, 40)
-    params = [SamplingParams(temperature=0.5, top_k=3, logits_processors=[keep, keep]), MIXED[1]]
-    Sampler([EOS]).sample(logits, make_requests(params))
-    assert [torch.equal(scores, logits[:1] + step) for step, scores in enumerate(kept)] == [True, True]
-
-
-def test_a_processor_may_force_a_token() -> None:
-    def force(input_ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.full_like(scores, -math.inf).index_fill_(1, torch.tensor([17]), 0.0)
-
-    params = [SamplingParams(logits_processors=[force]), SamplingParams(temperature=1.0, logits_processors=[force])]
-    assert Sampler([EOS]).sample(random_logits(2, 40), make_requests(params)).tokens == [17, 17]
-
-
-class Broken(Exception):
-    pass
-
-
-def raises(input_ids: Tensor, scores: Tensor) -> Tensor:
-    raise Broken("on purpose")
-
-
-def test_what_a_processor_raises_is_its_own_requests_result_alone() -> None:
-    logits = random_logits(len(MIXED) * 2, 300)
-    healthy = Sampler([EOS], seed=0).sample(logits, make_requests([p for p in MIXED for _ in range(2)])).tokens
-    params = [
-        p if even else dataclasses.replace(p, logits_processors=[raises]) for p in MIXED for even in (True, False)
-    ]
-    tokens = Sampler([EOS], seed=0).sample(logits, make_requests(params)).tokens
-    assert tokens[::2] == healthy[::2]
-    assert all(isinstance(token, Broken) for token in tokens[1::2])
-
-
-@pytest.mark.parametrize(
-    ("processor", "reason"),
-    [
-        (lambda input_ids, scores: scores[0], r"shape \(1, 30\), got \(30,\)"),
-        (lambda input_ids, scores: scores[:, :-1], r"got \(1, 29\)"),
-        (lambda input_ids, scores: None, "got NoneType"),
-        (lambda input_ids, scores: scores * math.nan, "hold NaN or only -inf"),
-        (lambda input_ids, scores: torch.full_like(scores, -math.inf), "hold NaN or only -inf"),
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("more", [{}, {"top_k": 5}, {"top_p": 0.5, "min_p": 0.1}])
-def test_unusable_scores_fail_their_own_request_alone(
-    processor: Any, reason: str, temperature: float, more: dict[str, Any]
-) -> None:
-    params = SamplingParams(temperature=temperature, logprobs=2, **more)
-    requests = make_requests([params, dataclasses.replace(params, logits_processors=[processor]), params])
-    logits = random_logits(3, 30)
-    sampled = Sampler([EOS], seed=0).sample(logits, requests)
-    assert isinstance(sampled.tokens[1], SamplingFailed)
-    assert sampled.logprobs[1] is None
-    with pytest.raises(SamplingFailed, match=reason):
-        raise sampled.tokens[1]
-    alone = [Sampler([EOS], seed=0).sample(logits[row : row + 1], [requests[row]]).tokens[0] for row in (0, 2)]
-    assert [sampled.tokens[0], sampled.tokens[2]] == alone
+# Rows that fail.
 
 
 @pytest.mark.parametrize("params", MIXED)
@@ -602,26 +303,6 @@ def test_a_request_that_bans_every_token_fails_alone() -> None:
     tokens = Sampler([EOS]).sample(random_logits(2, 8), make_requests([banned, SamplingParams()])).tokens
     assert isinstance(tokens[0], SamplingFailed)
     assert isinstance(tokens[1], int)
-
-
-def test_a_text_among_bad_words_cannot_come_up_at_the_start_or_after_a_space() -> None:
-    tokenizer = byte_level_bpe()
-    logits = torch.zeros(1, len(tokenizer))
-    spellings = [tokenizer.encode(text, add_special_tokens=False) for text in ("fox", " fox")]
-    assert len(spellings[0]) == 2
-    sampler = Sampler([tokenizer.eos_token_id], seed=0, tokenizer=tokenizer)
-    params = SamplingParams(bad_words=["fox"])
-    for spelling in spellings:
-        logits.zero_()[0, spelling[-1]] = 5.0
-        prompt = [0, *spelling[:-1]]
-        assert sampler.sample(logits, [make_request(SamplingParams(), prompt)]).tokens == [spelling[-1]]
-        assert sampler.sample(logits, [make_request(params, prompt)]).tokens != [spelling[-1]]
-
-
-def test_bad_words_that_are_only_the_end_of_sequence_ban_nothing_as_in_stock() -> None:
-    logits = torch.zeros(1, 5)
-    logits[0, EOS] = 3.0
-    assert Sampler([EOS]).sample(logits, [make_request(SamplingParams(bad_words=[[EOS]]))]).tokens == [EOS]
 
 
 # Logprobs.

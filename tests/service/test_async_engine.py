@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from clock import Clock
 from oracle import assert_greedy, draw_prompts, stock_greedy
 from service_checks import PATIENCE_S, Raises, Script, Steps, assert_closed, assert_idle, greedy, wait_until
 from tiny_models import make_tiny
@@ -64,16 +64,6 @@ def held(llama, tokenizer, steps):
     yield service
     steps.free()
     service.close(graceful=False)
-
-
-class Clock:
-    """Seconds that only pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def script(tokenizer, prompt: str, text: str) -> list[Script]:
@@ -652,91 +642,13 @@ def test_what_is_on_its_way_when_a_service_closes_at_once_is_aborted(held, steps
     assert_closed(held)
 
 
-def test_a_service_that_is_dropped_finishes_and_ends_its_thread(llama, steps):
-    handle = AsyncEngine(Engine(llama, plugins=[steps])).start().submit([5, 6], greedy(4))
-    gc.collect()
-    steps.free()
-    assert handle.result(PATIENCE_S).finish_reason == "length"
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("paged-backend")])
-
-
-# Nothing polls
-
-
-def test_an_idle_service_does_nothing_at_all(engine, monkeypatch):
-    with AsyncEngine(engine) as service:
-        service.submit([5, 6], greedy(2)).result(PATIENCE_S)
-        looks = []
-        monkeypatch.setattr(engine, "has_unfinished_requests", lambda: looks.append(1) or False)
-        before = engine.stats().num_steps
-        time.sleep(0.3)
-        # One look at most, on its way to sleep.
-        assert len(looks) <= 2
-        assert engine.stats().num_steps == before
-        monkeypatch.undo()
-
-
-def test_a_policy_that_holds_requests_back_is_slept_for(llama):
-    engine = Engine(llama, scheduler="window", scheduler_options={"window_ms": 300})
-    with AsyncEngine(engine) as service:
-        started = time.monotonic()
-        handle = service.submit([5, 6], greedy(2))
-        assert handle.result(PATIENCE_S).finish_reason == "length"
-        waited = time.monotonic() - started
-        assert waited >= 0.25
-        # Two tokens, and the looks before and after the sleep.
-        assert engine.stats().num_steps <= 6
-
-
-def test_closing_does_not_wait_for_a_policy_that_holds_requests_back(llama):
-    engine = Engine(llama, scheduler="window", scheduler_options={"window_ms": 60_000})
-    with AsyncEngine(engine) as service:
-        handle = service.submit([5, 6], greedy(3))
-        started = time.monotonic()
-    assert handle.result().finish_reason == "length"
-    assert time.monotonic() - started < 30
-    # Three tokens, and a look before the end was asked for.
-    assert engine.stats().num_steps <= 6
-    assert_closed(service)
-
-
 @pytest.mark.parametrize("wrong", ["a/model-id", None, 5])
 def test_a_service_of_something_else_than_an_engine_is_refused(wrong):
     with pytest.raises(ConfigError, match=rf"takes an Engine, got a {type(wrong).__name__}; make one with Engine"):
         AsyncEngine(wrong)
 
 
-# Pausing
-
-
-def test_a_paused_service_waits_and_goes_on(engine):
-    with AsyncEngine(engine) as service:
-        expected = service.submit([5, 6], greedy(4)).result(PATIENCE_S).token_ids
-        service.pause()
-        steps = service.stats().num_steps
-        handle = service.submit([5, 6], greedy(4))
-        with pytest.raises(DeadlineExceeded):
-            handle.result(0.1)
-        assert service.stats().num_steps == steps
-        service.resume()
-        assert handle.result(PATIENCE_S).token_ids == expected
-
-
-def test_cancelling_and_time_limits_work_while_paused(engine):
-    with AsyncEngine(engine) as service:
-        service.pause()
-        cancelled, late = service.submit([5, 6], greedy()), service.submit([5, 6], greedy(), timeout_s=0.05)
-        cancelled.cancel()
-        assert cancelled.result(PATIENCE_S).finish_reason == "abort"
-        assert late.result(PATIENCE_S).finish_reason == "timeout"
-    assert_closed(service)
-
-
-def test_closing_a_paused_service_finishes_its_requests(engine):
-    with AsyncEngine(engine) as service:
-        service.pause()
-        handle = service.submit([5, 6], greedy(4))
-    assert handle.result().finish_reason == "length"
+# A model that changes
 
 
 def test_changed_weights_are_used_from_then_on(tokenizer):
@@ -819,22 +731,6 @@ def test_a_tokenizer_that_raises_fails_its_request_alone(llama, tokenizer):
             stopping.result(PATIENCE_S)
         assert good.result(PATIENCE_S).finish_reason == "length"
     assert_closed(service)
-
-
-def test_waiting_for_a_request_inside_a_step_is_refused_and_submitting_is_not(engine):
-    submitted = []
-
-    def nested(request):
-        if not submitted:
-            submitted.append(service.submit([9, 8], greedy(2)))
-            with pytest.raises(EngineClosed, match="in the middle of a step"):
-                submitted[0].result()
-        return False
-
-    with AsyncEngine(engine) as service:
-        handle = service.submit([5, 6], greedy(3), stop_condition=nested)
-        assert handle.result(PATIENCE_S).finish_reason == "length"
-        assert len(submitted[0].result(PATIENCE_S).token_ids) == 2
 
 
 # Tokenizers, processes

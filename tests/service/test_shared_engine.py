@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from block_checks import assert_all_blocks_are_back
 from oracle import draw_prompts
 from tiny_models import make_tiny
 
@@ -42,10 +43,7 @@ def tokens(outputs):
 
 
 def assert_idle(shared):
-    engine = shared.engine
-    engine.blocks.check_integrity()
-    assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
-    assert not engine.scheduler.has_work()
+    assert_all_blocks_are_back(shared.engine)
     assert shared._leader is None
     assert not shared._inbox
     assert not shared._running

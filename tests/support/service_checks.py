@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from block_checks import assert_all_blocks_are_back
 
 from paged_backend import AsyncEngine, Engine, SamplingParams, hookimpl
 
@@ -91,15 +92,23 @@ def assert_idle(engine: Engine) -> None:
     assert_all_blocks_are_back(engine)
 
 
-def assert_all_blocks_are_back(engine: Engine) -> None:
-    """Nothing waits, runs or holds a block."""
-    engine.blocks.check_integrity()
-    assert not engine.scheduler.has_work()
-    assert all(pool.num_available == pool.num_blocks for pool in engine.blocks.pools)
-
-
 def assert_closed(service: AsyncEngine) -> None:
     """No thread is left, and nothing of the requests."""
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("paged-backend")]
     assert service.num_unfinished == 0
     assert_idle(service.engine)
+
+
+class Broken(Exception):
+    """What the tests break things with."""
+
+
+def break_steps(engine: Engine, error: BaseException) -> None:
+    def step(**kwargs: object) -> None:
+        raise error
+
+    engine.step = step
+
+
+def repair_steps(engine: Engine) -> None:
+    del engine.step

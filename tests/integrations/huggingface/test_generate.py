@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import walk_models
-from service_checks import assert_all_blocks_are_back
+from block_checks import assert_all_blocks_are_back
 from stock_equality import (
     LENGTH,
     RAGGED,

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from service_checks import assert_all_blocks_are_back
+from block_checks import assert_all_blocks_are_back
 from stock_equality import (
     LENGTH,
     RAGGED,

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from clock import Clock
 from tiny_models import save_tiny
 
 from paged_backend.integrations.langchain import ChatPaged, PagedLLM, engines
 from paged_backend.integrations.langchain.idle_engines import MOST_IDLE, IdleEngines, after
 
 
-class Clock:
+class AlarmClock(Clock):
     """Stands where threads would sleep."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__()
         self.alarms: list[tuple[float, Callable[[], None]]] = []
 
     def after(self, seconds: float, function: Callable[[], None]) -> Any:
@@ -47,14 +48,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> AlarmClock:
+    clock = AlarmClock()
     monkeypatch.setattr(engines, "_idle", IdleEngines(clock.after))
     return clock
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[Any]:
+def loaded(monkeypatch: pytest.MonkeyPatch, clock: AlarmClock) -> list[Any]:
     """The engines that were loaded."""
     services: list[Any] = []
     load = engines.load_service
@@ -73,7 +74,7 @@ def ask(folder: str, cls: type = ChatPaged, **fields: Any) -> str:
     return answer if isinstance(answer, str) else answer.text
 
 
-def test_an_object_per_request_loads_the_model_once(folder: str, clock: Clock, loaded: list[Any]) -> None:
+def test_an_object_per_request_loads_the_model_once(folder: str, clock: AlarmClock, loaded: list[Any]) -> None:
     answers = set()
     for _ in range(4):
         answers.add(ask(folder))
@@ -83,7 +84,7 @@ def test_an_object_per_request_loads_the_model_once(folder: str, clock: Clock, l
     assert len(clock.alarms) == 1
 
 
-def test_an_idle_engine_is_closed_when_its_time_is_over(folder: str, clock: Clock, loaded: list[Any]) -> None:
+def test_an_idle_engine_is_closed_when_its_time_is_over(folder: str, clock: AlarmClock, loaded: list[Any]) -> None:
     first = ask(folder, keep_alive=20)
     clock.advance(19.9)
     assert not loaded[0].engine.is_closed
@@ -93,7 +94,7 @@ def test_an_idle_engine_is_closed_when_its_time_is_over(folder: str, clock: Cloc
     assert len(loaded) == 2
 
 
-def test_a_keep_alive_of_zero_closes_with_the_last_object(folder: str, clock: Clock, loaded: list[Any]) -> None:
+def test_a_keep_alive_of_zero_closes_with_the_last_object(folder: str, clock: AlarmClock, loaded: list[Any]) -> None:
     chat, llm = ChatPaged(model=folder, max_tokens=3, keep_alive=0), PagedLLM(model=folder, max_tokens=3, keep_alive=0)
     chat.invoke("x")
     del chat
@@ -104,7 +105,7 @@ def test_a_keep_alive_of_zero_closes_with_the_last_object(folder: str, clock: Cl
     assert clock.alarms == []
 
 
-def test_the_latest_keep_alive_counts(folder: str, clock: Clock, loaded: list[Any]) -> None:
+def test_the_latest_keep_alive_counts(folder: str, clock: AlarmClock, loaded: list[Any]) -> None:
     chat = ChatPaged(model=folder, max_tokens=3)
     chat.invoke("x")
     chat.keep_alive = 0
@@ -116,7 +117,7 @@ def test_the_latest_keep_alive_counts(folder: str, clock: Clock, loaded: list[An
     assert [seconds - clock.now for seconds, _ in clock.alarms] == [7]
 
 
-def test_no_object_is_closed_while_it_is_used_however_long(folder: str, clock: Clock, loaded: list[Any]) -> None:
+def test_no_object_is_closed_while_it_is_used_however_long(folder: str, clock: AlarmClock, loaded: list[Any]) -> None:
     chat = ChatPaged(model=folder, max_tokens=3, keep_alive=1)
     chat.invoke("x")
     clock.advance(1000)
@@ -124,7 +125,7 @@ def test_no_object_is_closed_while_it_is_used_however_long(folder: str, clock: C
     assert len(loaded) == 1
 
 
-def test_a_model_named_in_a_call_stays_as_long(folder: str, clock: Clock, loaded: list[Any]) -> None:
+def test_a_model_named_in_a_call_stays_as_long(folder: str, clock: AlarmClock, loaded: list[Any]) -> None:
     llm = PagedLLM(model="unused", max_tokens=3, keep_alive=0)
     llm.invoke("x", model=folder)
     assert not loaded[0].engine.is_closed
@@ -132,7 +133,7 @@ def test_a_model_named_in_a_call_stays_as_long(folder: str, clock: Clock, loaded
     assert loaded[0].engine.is_closed
 
 
-def test_only_some_engines_stay_idle(folder: str, clock: Clock, loaded: list[Any]) -> None:
+def test_only_some_engines_stay_idle(folder: str, clock: AlarmClock, loaded: list[Any]) -> None:
     for count in range(1, MOST_IDLE + 3):
         ask(folder, engine_kwargs={"max_num_seqs": count})
     assert [service.engine.is_closed for service in loaded] == [True, True] + [False] * MOST_IDLE
@@ -140,7 +141,7 @@ def test_only_some_engines_stay_idle(folder: str, clock: Clock, loaded: list[Any
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
 def test_idle_engines_make_room_for_one_that_does_not_fit(
-    folder: str, clock: Clock, loaded: list[Any], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    folder: str, clock: AlarmClock, loaded: list[Any], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     ask(folder)
     load = engines.load_service
@@ -154,7 +155,7 @@ def test_idle_engines_make_room_for_one_that_does_not_fit(
     assert ask(folder, engine_kwargs={"max_num_seqs": 2})
 
 
-def test_an_engine_that_its_user_closed_is_loaded_again(folder: str, clock: Clock, loaded: list[Any]) -> None:
+def test_an_engine_that_its_user_closed_is_loaded_again(folder: str, clock: AlarmClock, loaded: list[Any]) -> None:
     ask(folder)
     loaded[0].close()
     loaded[0].engine.close()
@@ -162,7 +163,7 @@ def test_an_engine_that_its_user_closed_is_loaded_again(folder: str, clock: Cloc
     assert len(loaded) == 2
 
 
-def test_a_given_engine_is_not_kept(chat: ChatPaged, clock: Clock) -> None:
+def test_a_given_engine_is_not_kept(chat: ChatPaged, clock: AlarmClock) -> None:
     chat.invoke("x")
     del chat
     assert clock.alarms == []
@@ -185,7 +186,7 @@ def test_time_passes_by_itself_and_a_cancelled_timer_does_nothing() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_the_child_of_a_fork_takes_over_no_idle_engine(folder: str, clock: Clock, loaded: list[Any]) -> None:
+def test_the_child_of_a_fork_takes_over_no_idle_engine(folder: str, clock: AlarmClock, loaded: list[Any]) -> None:
     ask(folder)
     child = os.fork()
     if child == 0:

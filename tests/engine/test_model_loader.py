@@ -8,10 +8,12 @@ import weakref
 
 import pytest
 import torch
+from managed_blocks import make_manager
 from oracle import draw_prompts, stock_greedy
 from tiny_models import make_tiny
 
 from paged_backend import AsyncEngine, Engine, SamplingParams, hookimpl
+from paged_backend.engine.model_loader import ModelLoader
 from paged_backend.errors import ConfigError, RequestFailed, UnsupportedModel
 from paged_backend.memory.kv_cache import KVCache
 
@@ -240,3 +242,102 @@ def test_a_cache_that_finds_no_memory_is_refused_with_the_numbers(llama, monkeyp
     with pytest.raises(ConfigError, match=r"no memory for [\d,]+ bytes; give a smaller kv_cache_memory") as refused:
         Engine(llama, kv_cache_memory="1GiB")
     assert "Cannot allocate memory" in str(refused.value)
+
+
+# Without a model
+
+
+class Model:
+    pass
+
+
+class Served:
+    """What a loader knows of a ServedModel; its cache is books only."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.twin = self
+        self.reason: str | None = None
+        self.fails = False
+
+    def stale_reason(self, *, at_a_glance: bool) -> str | None:
+        return self.reason if at_a_glance else f"{self.reason}, looked at closely"
+
+    def make_cache(self, num_blocks: list[int] | None = None) -> None:
+        self.log.append(f"make {num_blocks}")
+        if self.fails:
+            raise MemoryError("no room")
+        self.blocks = make_manager("full", 8)
+
+    def drop_cache(self) -> list[int]:
+        self.log.append("drop")
+        return [8]
+
+
+class Serve:
+    """Makes what is served, or fails with ``error``."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.error: BaseException | None = None
+        self.fails = False
+
+    def __call__(self, model: Model) -> Served:
+        self.log.append("serve")
+        if self.error is not None:
+            raise self.error
+        served = Served(self.log)
+        served.fails = self.fails
+        return served
+
+
+def test_a_reload_drops_the_old_cache_before_it_makes_one_and_keeps_what_was_pinned():
+    model, serve = Model(), Serve()
+    loader = ModelLoader(model, serve)
+    old = loader.served
+    old.blocks.pin([1] * 8, "a")
+    loader.reload("changed")
+    assert serve.log == ["serve", "make None", "serve", "drop", "make [8]"]
+    assert loader.served is not old
+    assert list(loader.served.blocks.pins) == [("a", (1,) * 8)]
+    assert loader.served.blocks.pools[0].num_pinned == 2
+    assert loader.stale_reason(at_a_glance=True) is None
+
+
+def test_the_twin_is_asked_how_closely_it_is_told_to_look():
+    model = Model()
+    loader = ModelLoader(model, Serve())
+    loader.served.reason = "moved"
+    assert loader.stale_reason(at_a_glance=True) == "moved"
+    assert loader.stale_reason(at_a_glance=False) == "moved, looked at closely"
+
+
+@pytest.mark.parametrize("error", [ValueError("cannot be proven"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("where", ["serve", "cache"])
+def test_a_reload_that_fails_is_asked_for_until_one_does_not(where, error):
+    model, serve = Model(), Serve()
+    loader = ModelLoader(model, serve)
+    old = loader.served
+    old.blocks.pin([1] * 8)
+    serve.error, serve.fails = (error, False) if where == "serve" else (None, True)
+    for _ in range(2):
+        with pytest.raises((type(error), MemoryError)):
+            loader.reload("changed")
+        assert loader.served is old
+        assert loader.stale_reason(at_a_glance=True) == "changed"
+    serve.error, serve.fails = None, False
+    loader.reload("changed")
+    assert loader.served is not old
+    assert loader.stale_reason(at_a_glance=True) is None
+    assert loader.served.blocks.pools[0].num_pinned == 2
+
+
+def test_a_model_that_is_gone_is_served_on_with_a_new_cache():
+    serve, model = Serve(), Model()
+    loader = ModelLoader(model, serve)
+    gone, served = weakref.ref(model), loader.served
+    del model
+    assert gone() is None
+    loader.reload("its cache was lost")
+    assert loader.served is served
+    assert serve.log == ["serve", "make None", "drop", "make [8]"]
