@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+# Processes that tests run in, one thread of torch each.
+WORKERS ?= auto
 
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
@@ -15,10 +18,10 @@ demo: $(VENV)/run.stamp ## run real prompts through the paged engine, against st
 	$(BIN)/paged-backend demo
 
 test: lint types ## everything CI runs: lint, types, every test
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-fast: $(VENV)/dev.stamp ## the tests that take seconds
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(VENV)/dev.stamp ## check style and formatting
 	$(BIN)/ruff check

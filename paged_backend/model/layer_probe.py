@@ -334,7 +334,7 @@ class _FarPasses:
 
     def _positions(self, end: int) -> torch.Tensor:
         positions = torch.arange(end - self._ids.numel(), end, device=self._ids.device)
-        positions[: self._half] = torch.arange(_FIRST_POSITION, _FIRST_POSITION + self._half)
+        positions[: self._half] = torch.arange(_FIRST_POSITION, _FIRST_POSITION + self._half, device=positions.device)
         return positions
 
     def _record(self, end: int, cache: Cache | None = None) -> _Recording:

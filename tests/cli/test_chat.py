@@ -184,10 +184,10 @@ def test_a_template_that_refuses_the_conversation_does_not_end_the_chat(folder, 
     refusing = ["the roles must alternate"]
     apply = PreTrainedTokenizerFast.apply_chat_template
 
-    def refuse_once(self, *args, **options):
-        if refusing:
+    def refuse_once(self, conversation, *args, **options):
+        if refusing and conversation[-1]["content"] == "hello":
             raise ValueError(refusing.pop())
-        return apply(self, *args, **options)
+        return apply(self, conversation, *args, **options)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", refuse_once)
     result = chat(folder, ["hello", "again"], "--max-tokens", "1")

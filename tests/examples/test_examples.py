@@ -20,14 +20,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 needs_sample_model = pytest.mark.skipif(
     not sample_model.is_fetched(), reason="the sample model is not on this machine; `paged-backend demo` fetches it"
 )
-MODELS = ["tiny", pytest.param("sample", marks=[pytest.mark.slow, needs_sample_model])]
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    if request.param == "sample":
-        return sample_model.fetch()
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(params=["tiny", pytest.param("sample", marks=[pytest.mark.slow, needs_sample_model])])
+def model_folder(request: pytest.FixtureRequest, tiny_folder: str) -> str:
+    return sample_model.fetch() if request.param == "sample" else tiny_folder
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -57,9 +59,9 @@ def test_generate_prints_what_stock_generate_answers(model_folder: str) -> None:
     assert output.split(f"\n{'-' * 40}\n") == [*expected, ""]
 
 
-def test_engine_loop_serves_requests_that_join_while_others_run(model_folder: str) -> None:
+def test_engine_loop_serves_requests_that_join_while_others_run(tiny_folder: str) -> None:
     arrivals = constant("ARRIVALS", of="engine_loop.py")
-    output = run_example("engine_loop.py", "--model", model_folder, "--max-tokens", "12")
+    output = run_example("engine_loop.py", "--model", tiny_folder, "--max-tokens", "12")
     for step, prompt in arrivals:
         assert f"step {step:3}  request " in output
         assert f"joins: {prompt!r}" in output
@@ -67,8 +69,8 @@ def test_engine_loop_serves_requests_that_join_while_others_run(model_folder: st
     assert output.index("joins: " + repr(arrivals[1][1])) < output.index(" ends (")
 
 
-def test_map_documents_answers_every_document_in_one_batch(model_folder: str) -> None:
-    output = run_example("map_documents.py", "--model", model_folder, "--max-tokens", "3").splitlines()
+def test_map_documents_answers_every_document_in_one_batch(tiny_folder: str) -> None:
+    output = run_example("map_documents.py", "--model", tiny_folder, "--max-tokens", "3").splitlines()
     summary = re.fullmatch(r"50 documents in (\d+) steps, (\d+) at once", output[-1])
     assert summary is not None
     assert int(summary[2]) > 10
@@ -76,30 +78,30 @@ def test_map_documents_answers_every_document_in_one_batch(model_folder: str) ->
     assert sum(" is a town that sells " in line for line in output) == 50
 
 
-def test_custom_policy_answers_whoever_asks_for_least_first(model_folder: str) -> None:
-    output = run_example("custom_policy.py", "--model", model_folder)
+def test_custom_policy_answers_whoever_asks_for_least_first(tiny_folder: str) -> None:
+    output = run_example("custom_policy.py", "--model", tiny_folder)
     assert re.findall(r"^(\d+) tokens: ", output, re.MULTILINE) == ["4", "12", "24"]
 
 
-def test_langchain_chat_answers_streams_and_reuses_the_first_turn(model_folder: str) -> None:
+def test_langchain_chat_answers_streams_and_reuses_the_first_turn(tiny_folder: str) -> None:
     questions = constant("QUESTIONS", of="langchain_chat.py")
-    output = run_example("langchain_chat.py", "--model", model_folder)
+    output = run_example("langchain_chat.py", "--model", tiny_folder)
     assert all(f"{question} -> " in output for question in questions)
     assert "streamed: " in output
     assert int(re.search(r"(\d+) of them from the prefix cache", output)[1]) >= 16
     assert re.search(r"structured: title=(['\"]).*\1 stars=[1-5]", output, flags=re.DOTALL)
 
 
-def test_langchain_agent_calls_its_tool_for_every_question(model_folder: str) -> None:
+def test_langchain_agent_calls_its_tool_for_every_question(tiny_folder: str) -> None:
     questions = constant("QUESTIONS", of="langchain_agent.py")
-    output = run_example("langchain_agent.py", "--model", model_folder, "--force", "--max-tokens", "64")
+    output = run_example("langchain_agent.py", "--model", tiny_folder, "--force", "--max-tokens", "64")
     for question in questions:
         assert f"user: {question}\n  calls get_weather({{'city': " in output
     assert output.count("  tool: ") == len(questions)
 
 
-def test_langchain_throughput_prints_both_and_their_ratio(model_folder: str) -> None:
-    output = run_example("langchain_throughput.py", "--model", model_folder, "--num-chats", "4", "--max-tokens", "8")
+def test_langchain_throughput_prints_both_and_their_ratio(tiny_folder: str) -> None:
+    output = run_example("langchain_throughput.py", "--model", tiny_folder, "--num-chats", "4", "--max-tokens", "8")
     assert re.search(r"ChatPaged.batch .*\nChatHuggingFace.batch .*\nratio \d+\.\d$", output.strip())
 
 

@@ -26,5 +26,7 @@ def test_langchain_takes_every_option_and_parameter_but_those_left_out_on_purpos
     assert set(SCHEDULING) == options - of_programs
     # Those under LangChain's own names: stop is an argument of its calls, logprobs a flag there.
     elsewhere = {"stop", "include_stop_str_in_output", "logprobs", "logprobs_mode"}
+    # Which marks are shown is for the parsers of an answer to say.
+    elsewhere |= {"shown_special_tokens"}
     assert set(SAMPLING) == {field.name for field in fields(SamplingParams)} - elsewhere
     assert {*SAMPLING, *SCHEDULING} <= set(PagedModel.model_fields)

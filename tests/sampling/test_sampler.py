@@ -55,7 +55,7 @@ def sampling_params(draw: st.DrawFn, vocab_size: int) -> SamplingParams:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_every_row_of_a_mixed_batch_equals_transformers_processors(data: st.DataObject) -> None:
     vocab_size = data.draw(st.sampled_from([7, 64, 65, 300, 2100]))

@@ -20,7 +20,7 @@ from paged_backend.swaps.swaps import swap_modules
 pytestmark = pytest.mark.filterwarnings("ignore::paged_backend.model.twin.ExpandedCacheWarning")
 
 
-@pytest.mark.parametrize("optimize", ["auto", "memory", "none", ["mlp"], ["linear", "norm"]], ids=str)
+@pytest.mark.parametrize("optimize", ["auto", "memory", ["mlp"], ["linear", "norm"]], ids=str)
 @pytest.mark.parametrize("family", WHOLE + PARTLY)
 def test_every_setting_gives_stocks_greedy_tokens(tiny_model, family, optimize):
     model = tiny_model(family)

@@ -56,12 +56,9 @@ def real():
 @pytest.mark.parametrize(
     "config",
     [
-        {"batching": "shared"},
-        {"batching": "separate"},
-        {"max_num_batched_tokens": 16, "block_size": 7},
-        {"block_size": 1},
-        {"block_size": 32, "max_num_seqs": 5},
-        {"block_size": 256},
+        {"batching": "shared", "block_size": 1},
+        {"batching": "separate", "max_num_batched_tokens": 16, "block_size": 7},
+        {"block_size": 256, "max_num_seqs": 5},
     ],
     ids=str,
 )
