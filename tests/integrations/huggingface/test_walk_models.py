@@ -75,6 +75,35 @@ def test_a_tiny_config_keeps_each_kind_of_layer() -> None:
     assert set(config.layer_types) == {"sliding_attention", "full_attention"}
 
 
+@stated_version
+def test_no_kind_of_layer_that_a_class_has_by_default_is_left_out() -> None:
+    left_out = {}
+    for name, row in TABLE.items():
+        model_class = getattr(transformers, name)
+        if row.result != NOT_BUILT:
+            left_out[name] = layer_kinds(model_class.config_class()) - layer_kinds(tiny_config(model_class))
+    assert {name: kinds for name, kinds in left_out.items() if kinds} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("BambaForCausalLM", {"linear_attention", "full_attention"}),
+        ("GraniteMoeHybridForCausalLM", {"linear_attention", "full_attention"}),
+        ("JambaForCausalLM", {"linear_attention", "full_attention"}),
+        ("Lfm2ForCausalLM", {"conv", "full_attention"}),
+        ("MiniMaxM3VLForCausalLM", {"minimax_m3_sparse", "full_attention"}),
+    ],
+)
+def test_what_checkpoints_have_beyond_the_default_of_their_class_is_there(name: str, kinds: set[str]) -> None:
+    assert layer_kinds(tiny_config(getattr(transformers, name))) == kinds
+
+
+def layer_kinds(config: transformers.PreTrainedConfig) -> set[str]:
+    text = config.get_text_config(decoder=True)
+    return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+
+
 def test_a_class_that_differs_fails_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = walk_models.stepped_logits
 
