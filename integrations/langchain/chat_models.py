@@ -342,7 +342,6 @@ class _ChunkBuilder:
         self._kwargs = kwargs
         self._parser = request.parser()
         self._pieces: list[Piece] = []
-        self._num_calls = 0
 
     def chunks(self, text: str) -> Iterator[ChatGenerationChunk]:
         yield from map(self._chunk, self._parser.feed(text))
@@ -364,8 +363,8 @@ class _ChunkBuilder:
         calls = []
         if piece.call is not None or piece.malformed:
             name, args = (piece.call[0], json.dumps(piece.call[1])) if piece.call else (None, piece.malformed)
-            calls.append(tool_call_chunk(name=name, args=args, id=piece.call_id, index=self._num_calls))
-            self._num_calls += 1
+            # It is whole: with an index it would be merged with the text of that index, where content comes as blocks.
+            calls.append(tool_call_chunk(name=name, args=args, id=piece.call_id, index=None))
         return ChatGenerationChunk(
             message=AIMessageChunk(
                 content=piece.content,

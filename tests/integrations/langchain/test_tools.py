@@ -132,6 +132,15 @@ def test_several_calls_and_the_words_before_them_come_in_order(service: Scripted
     assert only["name"] == "add"
 
 
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_words_and_calls_of_a_stream_are_blocks_of_their_own(service: ScriptedService, version: str) -> None:
+    service.writer = lambda *_: f"Let me see. {FORMATS['hermes']}{FORMATS['hermes']}"
+    chat = ChatPaged.from_engine(service, output_version=version, max_tokens=400)
+    for answer in both(chat.bind_tools([add])):
+        assert [block["type"] for block in answer.content_blocks] == ["text", "tool_call", "tool_call"]
+        assert [call["args"] for call in answer.tool_calls] == [{"a": 1, "b": 2}] * 2
+
+
 def test_a_streamed_name_comes_once_and_the_arguments_parse(service: ScriptedService, chat: ChatPaged) -> None:
     service.writer = lambda *_: FORMATS["hermes"]
     chunks = list(chat.bind_tools([add]).stream("go"))
