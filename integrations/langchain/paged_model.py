@@ -145,7 +145,15 @@ class PagedModel(BaseModel):
 
     @classmethod
     def from_engine(cls, engine: Any, **fields: Any) -> Self:
-        """A model over an Engine, which a thread then runs for all models over it, or over a started AsyncEngine."""
+        """A model over an Engine, which a thread then runs for all models over it, or over a started AsyncEngine.
+
+        While such models exist, the engine itself cannot be called or closed: to end it at a moment of your own, make
+        an AsyncEngine of it, give that, and close it first.
+        """
+        if not hasattr(getattr(engine, "engine", engine), "tokenizer"):
+            raise PagedInvalidRequestError(
+                f"an Engine or an AsyncEngine is wanted, got {engine!r:.200}; model='path/to/model' loads one"
+            )
         if "model" not in fields and "model_name" not in fields:
             tokenizer = getattr(engine, "engine", engine).tokenizer
             fields["model"] = getattr(tokenizer, "name_or_path", "") or "paged"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 import operator
 import os
@@ -147,7 +148,8 @@ class Intake:
         served, total = self._loader.served, num_prompt_tokens + max_tokens
         what = f"a prompt of {num_prompt_tokens} tokens and max_tokens={max_tokens}"
         if served.max_model_len is not None and total > served.max_model_len:
-            why = f" ({served.twin.bound_reason})" if served.twin.bound_reason else ""
+            reason = served.twin.why_positions_end
+            why = f" ({reason})" if reason else ""
             raise ContextOverflow(
                 f"{what} come to {total}, beyond the {served.max_model_len} positions of the model or of "
                 f"max_model_len{why}; shorten the prompt, or lower max_tokens (max_new_tokens in generate)"
@@ -203,10 +205,10 @@ def sampling_params(params: Any) -> SamplingParams:
     if isinstance(params, SamplingParams):
         return params
     if isinstance(params, Mapping):
-        try:
-            return SamplingParams(**params)
-        except TypeError as error:
-            raise RequestRefused(f"unknown sampling parameter: {error}") from error
+        known = [field.name for field in dataclasses.fields(SamplingParams)]
+        if unknown := [name for name in params if name not in known]:
+            raise RequestRefused(f"unknown sampling parameter {unknown[0]!r}; choose from {', '.join(known)}")
+        return SamplingParams(**params)
     raise RequestRefused(f"sampling parameters are a SamplingParams or a mapping of its fields, got {describe(params)}")
 
 

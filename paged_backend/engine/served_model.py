@@ -131,7 +131,8 @@ class ServedModel:
     def _length_limit(self) -> int | None:
         hard, asked, why = self.twin.max_positions, self.config.max_model_len, self.twin.bound_reason
         if asked is not None and hard is not None and asked > hard:
-            reason = f" ({why})" if why else ""
+            told = self.twin.why_positions_end
+            reason = f" ({told})" if told else ""
             raise ConfigError(
                 f"max_model_len={asked} is beyond the {hard} positions that the model has{reason}; lower it"
             )

@@ -68,6 +68,11 @@ def _prove(model: PreTrainedModel, twin: Twin, backend: Backend) -> None:
     hint = "" if backend is AUTO else f"; its attention ran on attention_backend={backend.name!r}"
     if "position_ids" not in inspect.signature(plain_model(model).forward).parameters:
         hint += "; its forward takes no position_ids"
+    if twin.foreign_code is not None:
+        hint += f"; {twin.foreign_code} takes part, which sees packed tokens of several requests, [1, num_tokens, ...]"
+        shortest = min(map(len, sequences))
+        rows = _logits_of_rows(model, twin, [tokens[:shortest] for tokens in sequences])
+        errors["a batch of rows"] = [_row_errors(row, own[:shortest]) for row, own in zip(rows, expected, strict=True)]
     for stage, parts in errors.items():
         _judge(stage, torch.cat(parts), _tolerances(twin), hint)
 
@@ -162,6 +167,14 @@ def _lone_logits(model: PreTrainedModel, twin: Twin, sequences: list[list[int]])
             last = plain(input_ids=ids[:, -1:], use_cache=True, **{name: cache})
             logits.append(torch.cat([logits_of(output), logits_of(last)]))
     return logits
+
+
+def _logits_of_rows(model: PreTrainedModel, twin: Twin, rows: list[list[int]]) -> list[torch.Tensor]:
+    """The model's own logits of rows of one length in one forward pass, which code of the user's own may tell apart."""
+    plain = plain_model(model)
+    with _untouched(plain, twin), torch.no_grad():
+        output = plain(input_ids=torch.tensor(rows, device=twin.device), use_cache=False)
+        return list(output[0] if isinstance(output, tuple) else output.logits)
 
 
 def _check_cache(cache: Any, twin: Twin) -> None:

@@ -22,7 +22,7 @@ from paged_backend.model.foreign_code import hooked, patched
 from paged_backend.model.layer_probe import PROBE_NAME, Unprovable, probe_layers
 from paged_backend.model.model_copy import accelerate_hooks, copy_model, plain_model
 from paged_backend.model.packed_past import PackedPast
-from paged_backend.model.position_limit import far_positions
+from paged_backend.model.position_limit import far_positions, rope_limit
 
 # The layers that keep keys and values per token, or nothing at all. The others keep a state of their own, or read
 # a selection of the keys.
@@ -88,6 +88,13 @@ class Twin:
                 BoundedPositionsWarning,
                 stacklevel=2,
             )
+
+    @property
+    def why_positions_end(self) -> str | None:
+        """Why no request may be longer than ``max_positions``, where the model's own tables do not say so."""
+        if self.bound_reason is None and rope_limit(self.module) == self.max_positions is not None:
+            return "there its rotary embedding changes its frequencies, for all that share a batch with a longer one"
+        return self.bound_reason
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
         # A model that somehow holds its own twin must not copy it into the next.

@@ -248,3 +248,16 @@ def test_a_refusal_by_a_plugin_reaches_nobody_else(llama):
     with pytest.raises(RequestRefused, match="full"):
         engine.add_request([5], SHORT, client_id="b")
     assert [output.request_id for output in engine.step()] == [kept]
+
+
+def test_a_misspelt_sampling_parameter_is_named_with_those_there_are(llama):
+    with Engine(llama) as engine, pytest.raises(RequestRefused, match="unknown sampling parameter 'max_token'; choose"):
+        engine.add_request([5], {"max_token": 3})
+
+
+def test_the_end_of_positions_where_rope_changes_is_told_with_its_reason():
+    model = make_tiny("phi3_longrope")
+    with Engine(model) as engine, pytest.raises(ContextOverflow, match=r"32 positions .* changes its frequencies"):
+        engine.add_request([5] * 40)
+    with pytest.raises(ConfigError, match=r"32 positions .* changes its frequencies"):
+        Engine(model, max_model_len=256)

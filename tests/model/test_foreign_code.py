@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from paged_backend import Engine, SamplingParams
-from paged_backend.errors import ConfigError
+from paged_backend.errors import ConfigError, UnsupportedModel
 from paged_backend.model.foreign_code import code_identities, hooked, patched
 
 NUM_TOKENS = 8
@@ -229,3 +229,24 @@ def test_a_function_that_is_gone_is_not_taken_for_one_at_its_place(
     before = code_identities(model)
     patch(-1)
     assert code_identities(model) != before
+
+
+def first_row(output: torch.Tensor) -> torch.Tensor:
+    return torch.cat([output[:1] + STEER, output[1:]])
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        first_row,
+        lambda output: output + output.mean(0, keepdim=True),
+        lambda output: output * len(output),
+        lambda output: output + output.mean(1, keepdim=True),
+        lambda output: output * (output.shape[1] > 1),
+    ],
+    ids=["first row", "mean of rows", "number of rows", "mean of tokens", "prefill alone"],
+)
+def test_a_hook_that_sees_more_than_a_token_is_refused_by_name(model: PreTrainedModel, act: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, arguments, output: act(output))
+    with pytest.raises(UnsupportedModel, match=r"a hook on model\.layers\.1 takes part, which sees packed tokens"):
+        Engine(model, kv_cache_memory="1MiB")
