@@ -23,6 +23,11 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs many tests in a process of its own begins first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("triton_interpreter") is None)
+
+
 @pytest.fixture
 def tiny_model() -> Callable[..., PreTrainedModel]:
     """Return `make_tiny(family, seed=0, **config_overrides)`."""

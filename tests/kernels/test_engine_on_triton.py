@@ -28,9 +28,7 @@ def generate(family: str, backend: str) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss"))]
-)
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_two_layer_model_gives_the_tokens_of_the_reference_backend(monkeypatch, family):
     expected = generate(family, "reference")
     calls = []
