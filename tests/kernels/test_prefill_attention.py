@@ -7,6 +7,7 @@ import torch
 from kernel_cases import assert_attention_close, make_case, oracle
 
 from paged_backend.kernels import decode_attention, prefill_attention
+from paged_backend.kernels.triton import support as triton_support
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -24,7 +25,8 @@ def check(case, backend, **changes):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("block_size", [1, 7, 16, 32])
+# The interpreter meets the other sizes in drawn cases.
+@pytest.mark.parametrize("block_size", [7, 16] if triton_support.interpreted else [1, 7, 16, 32])
 def test_ragged_prompts_and_chunks_match_the_oracle_under_every_mask_rule(backend, block_size, rule):
     check(make_case(CONTEXTS, QUERIES, block_size=block_size, group=2, num_kv_heads=1, key_dim=16, **rule), backend)
 
