@@ -71,8 +71,8 @@ def _prove(model: PreTrainedModel, twin: Twin, backend: Backend) -> None:
     if twin.foreign_code is not None:
         hint += f"; {twin.foreign_code} takes part, which sees packed tokens of several requests, [1, num_tokens, ...]"
         shortest = min(map(len, sequences))
-        rows = _logits_of_rows(model, twin, [tokens[:shortest] for tokens in sequences])
-        errors["a batch of rows"] = [_row_errors(row, own[:shortest]) for row, own in zip(rows, expected, strict=True)]
+        together = _logits_of_rows(model, twin, [tokens[:shortest] for tokens in sequences])
+        errors["a batch of rows"] = [_row_errors(a, b[:shortest]) for a, b in zip(together, expected, strict=True)]
     for stage, parts in errors.items():
         _judge(stage, torch.cat(parts), _tolerances(twin), hint)
 
