@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
-from paged_backend.checks import describe
+from paged_backend.checks import as_number, describe
 from paged_backend.errors import ConfigError, RequestFailed
 from paged_backend.outputs import FinishReason, RequestOutput
 from paged_backend.sampling.detokenizer import IncrementalDetokenizer
@@ -75,9 +75,10 @@ class Handle:
         ``timeout_s``, is a result: its ``finish_reason`` says so. ConfigError for a ``timeout`` that is no number.
         """
         if timeout is not None:
-            if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
+            seconds = as_number(timeout)
+            if math.isnan(seconds):
                 raise ConfigError(f"timeout must be a number of seconds or None, got {describe(timeout)}")
-            timeout = float(min(timeout, threading.TIMEOUT_MAX))
+            timeout = min(seconds, threading.TIMEOUT_MAX)
         ticket = self._ticket
         if not ticket.is_over:
             sleep_until(ticket, ticket.waiting_for_end, lambda: ticket.is_over, timeout)

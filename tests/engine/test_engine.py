@@ -12,6 +12,7 @@ import pytest
 import torch
 from block_checks import assert_all_blocks_are_back
 from oracle import assert_greedy, draw_prompts, stock_greedy
+from ragged_prompts import GREEDY, NUM_TOKENS
 from tiny_models import make_tiny
 
 from paged_backend import AsyncEngine, Engine, EngineConfig, SamplingParams, SharedEngine, hookimpl
@@ -24,25 +25,7 @@ from paged_backend.errors import (
     UnknownPolicy,
 )
 
-LENGTHS = (5, 23, 9, 1, 14, 40, 33)
-NUM_TOKENS = 20
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "llama4", "deepseek_v2", "gpt_oss"]
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return make_tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return draw_prompts(LENGTHS)
-
-
-@pytest.fixture(scope="module")
-def expected(llama, prompts):
-    return [stock_greedy(llama, prompt, NUM_TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

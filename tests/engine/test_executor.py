@@ -4,29 +4,9 @@ from __future__ import annotations
 
 import pytest
 from block_checks import assert_all_blocks_are_back
-from oracle import draw_prompts, stock_greedy
-from tiny_models import make_tiny
+from ragged_prompts import GREEDY
 
-from paged_backend import Engine, SamplingParams
-
-LENGTHS = (5, 23, 9, 1, 14, 40, 33)
-NUM_TOKENS = 20
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return make_tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return draw_prompts(LENGTHS)
-
-
-@pytest.fixture(scope="module")
-def expected(llama, prompts):
-    return [stock_greedy(llama, prompt, NUM_TOKENS) for prompt in prompts]
+from paged_backend import Engine
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32, 256])

@@ -6,8 +6,8 @@ import pytest
 from block_checks import assert_all_blocks_are_back
 from clock import Clock
 from model_free import ModelFree
-from oracle import draw_prompts, stock_greedy
-from tiny_models import make_tiny
+from oracle import draw_prompts
+from ragged_prompts import GREEDY
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.engine.request_table import RequestTable
@@ -19,25 +19,6 @@ from paged_backend.policy.plugin_manager import PluginManager
 from paged_backend.policy.policy_errors import PolicyErrors
 from paged_backend.request.request import Request
 from paged_backend.sampling.sampler import Sampled
-
-LENGTHS = (5, 23, 9, 1, 14, 40, 33)
-NUM_TOKENS = 20
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return make_tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return draw_prompts(LENGTHS)
-
-
-@pytest.fixture(scope="module")
-def expected(llama, prompts):
-    return [stock_greedy(llama, prompt, NUM_TOKENS) for prompt in prompts]
 
 
 def test_metrics_follow_the_injected_clock(llama):
