@@ -52,7 +52,10 @@ class EngineConfig:
         ``(ModelShape, torch.device) -> int``.
     kv_cache_memory: bytes for keys and values: an int, a string such as ``"2GiB"``, or a fraction (0, 1) of a GPU's
         free memory; at most the device's memory, and at most 4,194,304 blocks. None takes what ``max_num_seqs``
-        sequences of full length need, at most 2 GiB.
+        sequences of full length need, at most 2 GiB. Of a model with recurrent state, half of it at most is for the
+        states of running requests, of which fewer run at once where it holds fewer; None allows them 4 GiB more.
+    snapshot_memory: bytes for recurrent states that are kept for prompts which begin alike, on top; an int or a string.
+        None takes an eighth of ``kv_cache_memory``, or 512 MiB.
     kv_dtype: ``auto`` stores the model's own dtype; float16, bfloat16, int8 and fp8 (e4m3) take less.
     max_num_seqs: requests that run at once, at most 16,384.
     max_num_batched_tokens: prefill tokens of one step; decodes come on top.
@@ -73,6 +76,7 @@ class EngineConfig:
 
     block_size: Any = 16
     kv_cache_memory: int | float | str | None = None
+    snapshot_memory: int | str | None = None
     kv_dtype: str = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
@@ -103,6 +107,8 @@ class EngineConfig:
             )
         if self.kv_cache_memory is not None:
             parse_memory(self.kv_cache_memory)
+        if self.snapshot_memory is not None:
+            parse_bytes("snapshot_memory", self.snapshot_memory)
         _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_choice("batching", self.batching, BATCHING)
         if not isinstance(self.optimize, str) or self.optimize not in OPTIMIZE:
@@ -149,24 +155,34 @@ class EngineConfig:
         return KV_DTYPES[self.kv_dtype]
 
 
+_SIZES = "bytes (an int), a size such as '512MiB' or '2GiB'"
+_FRACTIONS = "a fraction of a GPU between 0 and 1"
+
+
 def parse_memory(value: Any) -> int | float:
     """Bytes as an int, or a fraction of a GPU's free memory as a float in (0, 1).
 
     Raises ConfigError for anything else.
     """
-    allowed = "bytes (an int), a size such as '512MiB' or '2GiB', or a fraction of a GPU between 0 and 1"
+    if isinstance(value, float):
+        if 0 < value < 1:
+            return value
+        kind = "a fraction" if value >= 1 else "usable"
+        raise ConfigError(f"kv_cache_memory={describe(value)} is not {kind}; give {_SIZES}, or {_FRACTIONS}")
+    return parse_bytes("kv_cache_memory", value, f", or {_FRACTIONS}")
+
+
+def parse_bytes(name: str, value: Any, more: str = "") -> int:
+    """Bytes as an int, of an int above 0 or a size in words. Raises ConfigError for anything else, naming ``name``."""
     number = value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", value)
         if not match or match[2].upper() not in _UNITS:
-            raise ConfigError(f"kv_cache_memory={describe(value)} is not a size; give {allowed}")
+            raise ConfigError(f"{name}={describe(value)} is not a size; give {_SIZES}{more}")
         number = int(Fraction(match[1]) * _UNITS[match[2].upper()])
     if isinstance(number, Integral) and not isinstance(number, bool) and 0 < int(number) < 2**63:
         return int(number)
-    if isinstance(number, float) and 0 < number < 1:
-        return number
-    kind = "a fraction" if isinstance(number, float) and number >= 1 else "usable"
-    raise ConfigError(f"kv_cache_memory={describe(value)} is not {kind}; give {allowed}")
+    raise ConfigError(f"{name}={describe(value)} is not usable; give {_SIZES}{more}")
 
 
 def check_block_size(value: Any, source: str = "block_size") -> int:

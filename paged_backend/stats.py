@@ -51,6 +51,26 @@ class GroupStats:
 
 
 @dataclass(frozen=True)
+class StateStats:
+    """The recurrent states of a model that has some, in slots: one sequence's state of all layers.
+
+    mode: how a prompt goes on from a state that is there: ``native`` with many tokens at once, ``stepped`` token by
+        token, which is slow for long prompts that share a beginning or do not fit one step.
+    num_reserved_slots: those there is memory for; num_held_slots: those that requests and snapshots use.
+    num_snapshots, max_snapshots: prefixes that keep their state, and how many may; num_evictions: those that lost it.
+    """
+
+    mode: str
+    num_layers: int
+    bytes_per_slot: int
+    num_reserved_slots: int
+    num_held_slots: int
+    num_snapshots: int
+    max_snapshots: int
+    num_evictions: int
+
+
+@dataclass(frozen=True)
 class StepStats:
     """One step. Times are seconds of the engine's clock, durations wall seconds."""
 
@@ -83,7 +103,8 @@ class EngineStats:
         or computed again.
     num_prefill_tokens: those that were computed, and computed again.
     num_cached_tokens, num_recomputed_tokens: those found in the cache, and those computed again.
-    waste: the time-weighted share of allocated slots that no token filled.
+    reserved_bytes, peak_allocated_bytes: of keys and values. waste: the time-weighted share of allocated slots that no
+        token filled. states: recurrent states, None of a model without.
     swaps_made, swaps_refused, packed_bytes: see `Swaps`.
     """
 
@@ -107,3 +128,4 @@ class EngineStats:
     swaps_made: dict[str, int] = field(default_factory=dict)
     swaps_refused: dict[str, str] = field(default_factory=dict)
     packed_bytes: int = 0
+    states: StateStats | None = None

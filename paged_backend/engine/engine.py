@@ -340,11 +340,15 @@ class Engine(Exclusive):
         reserved, swaps = self.runner.kv_cache.num_bytes, self._served.swaps
         stats = self._stats.snapshot(self.scheduler, reserved, dict(self._policy_errors.counts))
         return dataclasses.replace(
-            stats, swaps_made=swaps.made, swaps_refused=swaps.refused, packed_bytes=swaps.packed_bytes
+            stats,
+            swaps_made=swaps.made,
+            swaps_refused=swaps.refused,
+            packed_bytes=swaps.packed_bytes,
+            states=self._served.state_stats(),
         )
 
     def explain_memory(self) -> str:
-        """Where the memory of keys and values goes, in words."""
+        """Where the memory of keys and values, and of recurrent states, goes, in words."""
         return explain_memory(self.stats(), self.twin.layers, self.config)
 
     def close(self) -> None:

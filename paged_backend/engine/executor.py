@@ -11,6 +11,7 @@ from paged_backend.engine.stopwatch import Stopwatch
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.model.batch import Batch, build_batch
 from paged_backend.model.runner import ModelRunner
+from paged_backend.model.state_spans import StateSpans
 from paged_backend.request.request import Request
 
 
@@ -25,8 +26,8 @@ class Executor:
     def run(self, step: ScheduledStep, watch: Stopwatch) -> tuple[torch.Tensor | None, dict[Request, Exception]]:
         """Logits ``[len(step.sampling), vocab_size]``, and why requests failed; the failed are taken out of the step.
 
-        Keys and values are written by position, so a pass that failed half-way can simply be run again on fewer
-        requests.
+        Keys and values are written by position, and states where no state is read, so a pass that failed half-way can
+        simply be run again on fewer requests.
         """
         for g, pairs in enumerate(self.blocks.copies):
             if pairs:
@@ -45,6 +46,8 @@ class Executor:
     ) -> torch.Tensor | None:
         try:
             batch = self._batch(requests)
+            if self.blocks.states is not None:
+                self.runner.states.grow(self.blocks.states.num_made)
             watch.lap("batch")
             return self.runner.forward(batch)
         except Exception as error:
@@ -78,6 +81,16 @@ class Executor:
             self.blocks.block_size,
             self.runner.twin.device,
             embeds,
+            self._spans(decodes, prefills),
+        )
+
+    def _spans(self, decodes: Sequence[Request], prefills: Sequence[Request]) -> StateSpans | None:
+        states = self.blocks.states
+        if states is None:
+            return None
+        return StateSpans.of(
+            [states.plan(request, 1)[0] for request in decodes],
+            [states.plan(request, request.num_scheduled_tokens) for request in prefills],
         )
 
 

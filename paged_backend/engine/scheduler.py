@@ -13,6 +13,9 @@ from paged_backend.request.lockstep import Lockstep
 from paged_backend.request.request import Request
 from paged_backend.request.state import RequestState
 
+# Recurrent layers scan a prompt in pieces of this many tokens or more, and a shorter chunk costs them as much.
+_SCAN = 64
+
 
 @dataclass
 class ScheduledStep:
@@ -144,11 +147,19 @@ class Scheduler:
 
     def _schedule_chunk(self, request: Request, budget: int, step: ScheduledStep) -> int:
         chunk = min(request.num_uncomputed_tokens, budget)
+        if step and chunk < self._shortest_chunk(request):
+            return budget
         if not self.blocks.reserve(request, request.num_computed_tokens + chunk):
             return 0
         request.num_scheduled_tokens = chunk
         step.prefills.append(request)
         return chunk
+
+    def _shortest_chunk(self, request: Request) -> int:
+        """Tokens below which a chunk is put off, if the step has other work."""
+        if self.blocks.states is None:
+            return 0
+        return min(request.num_uncomputed_tokens, self.max_num_batched_tokens, _SCAN)
 
     def _make_room(self, request: Request, num_tokens: int, step: ScheduledStep, now: float) -> bool:
         """Reserve slots, preempting victims until it works; False when ``request`` itself had to give way."""

@@ -11,7 +11,14 @@ from paged_backend.engine.choices import Choices
 from paged_backend.engine.executor import Executor
 from paged_backend.errors import ConfigError, ContextOverflow, UnsupportedModel
 from paged_backend.memory.block_manager import BlockManager
-from paged_backend.memory.cache_sizing import MAX_BLOCKS, blocks_for_config, blocks_for_lengths
+from paged_backend.memory.cache_sizing import (
+    MAX_BLOCKS,
+    SLOTS_PER_SEAT,
+    blocks_for_config,
+    blocks_for_lengths,
+    seats_for_config,
+    snapshots_for_config,
+)
 from paged_backend.memory.kv_cache import KVCache, group_layers
 from paged_backend.model.attention_backend import check_runs
 from paged_backend.model.decode_timing import decode_seconds
@@ -21,6 +28,7 @@ from paged_backend.model.twin import Twin
 from paged_backend.policies import ModelShape
 from paged_backend.policy.policy_errors import FAILED, PolicyErrors, call
 from paged_backend.request.request import Request
+from paged_backend.stats import StateStats
 from paged_backend.swaps.swaps import Swaps, swap_modules
 
 # What a model without a stated length is taken to run at most, when its cache is sized.
@@ -33,7 +41,7 @@ class ServedModel:
     """All of an engine that depends on the model; when the model changes, the engine makes another one.
 
     elastic: the cache grows with the requests that come, from nothing, instead of having a budget.
-    max_model_len: most tokens of a request, None without a limit.
+    max_model_len: most tokens of a request, None without a limit. num_seats: most requests that run at once.
 
     Raises UnsupportedModel when the model cannot be proven right, ConfigError for options that do not go with it.
     """
@@ -56,13 +64,25 @@ class ServedModel:
         self.max_model_len = self._length_limit()
         self.groups = group_layers(self.twin.layers, config.kv_torch_dtype)
         self.block_size = self._choose_block_size()
+        state_bytes = sum(spec.num_bytes for mixer in self.twin.mixers for spec in mixer.specs)
+        # An elastic engine has room for whatever comes.
+        self.num_seats = (
+            config.max_num_seqs if elastic else seats_for_config(config, self.groups, state_bytes, self.twin.device)
+        )
+        self._num_snapshots = snapshots_for_config(config, self.groups, state_bytes, self.twin.device)
+        self._state_bytes = self.num_seats * SLOTS_PER_SEAT * state_bytes
 
     def make_cache(self, num_blocks: Sequence[int] | None = None) -> None:
         """The cache, its books and what runs on it, all empty; ``num_blocks`` are those of an elastic cache before."""
         config, groups = self.config, self.groups
         if not self.elastic:
             num_blocks = blocks_for_config(
-                config, groups, self.block_size, self.max_model_len or DEFAULT_LENGTH, self._devices
+                config,
+                groups,
+                self.block_size,
+                self.max_model_len or DEFAULT_LENGTH,
+                self._devices,
+                self._state_bytes,
             )
         elif num_blocks is None or len(num_blocks) != len(groups):
             num_blocks = [0] * len(groups)
@@ -70,12 +90,13 @@ class ServedModel:
             groups,
             num_blocks,
             self.block_size,
-            config.max_num_seqs,
+            self.num_seats,
             config.max_num_batched_tokens,
             [self.choices.make_eviction() for _ in groups],
             self._policy_errors,
             # Keys of a prefix may be others by the time that it comes again.
             enable_prefix_caching=config.enable_prefix_caching and self.twin.foreign_code is None,
+            num_snapshots=self._num_snapshots,
         )
         try:
             cache = self._cache_of(num_blocks)
@@ -92,6 +113,7 @@ class ServedModel:
     def drop_cache(self) -> list[int]:
         """Free the cache, without which no request can run; returns the blocks that it had per group."""
         self.runner.use_cache(self._cache_of([0] * len(self.groups)))
+        self.runner.states.clear()
         return self.num_blocks
 
     def _cache_of(self, num_blocks: Sequence[int]) -> KVCache:
@@ -153,6 +175,9 @@ class ServedModel:
         rule = self.choices.block_size
         if isinstance(rule, int):
             return rule
+        if not self.twin.layers:
+            # Nothing lies in blocks; they only say how far apart states of prefixes are kept.
+            return EngineConfig.block_size
         layer = self.twin.layers[0]
         shape = ModelShape(
             num_layers=len(self.twin.layers),
@@ -174,25 +199,42 @@ class ServedModel:
             self._policy_errors(rule, "block_size", f"{error}")
             return EngineConfig.block_size
 
+    def state_stats(self) -> StateStats | None:
+        """The recurrent states as they are now, None where there are none."""
+        books, cache, mode = self.blocks.states, self.runner.states, self.twin.state_mode
+        if books is None or mode is None:
+            return None
+        return StateStats(
+            mode=mode,
+            num_layers=len(self.twin.mixers),
+            bytes_per_slot=cache.bytes_per_slot,
+            num_reserved_slots=cache.num_slots,
+            num_held_slots=books.num_held,
+            num_snapshots=books.num_kept,
+            max_snapshots=books.num_snapshots,
+            num_evictions=books.num_evictions,
+        )
+
     # Room
 
     def runs_at_once(self, lengths: Sequence[int]) -> bool:
         """Whether requests of these lengths (prompt and output) can all run at the same time, if nothing else does."""
-        if len(lengths) > self.config.max_num_seqs:
+        if len(lengths) > self.num_seats:
             return False
         need, pools = self._blocks_for(lengths), self.blocks.pools
         return self.elastic or all(n <= p.num_blocks - p.num_pinned for n, p in zip(need, pools, strict=True))
 
     def fit(self, lengths: Sequence[int], *, is_idle: bool) -> None:
         """Size an elastic cache so that requests of these lengths run at once; an idle one may shrink."""
-        if not self.elastic:
+        if not self.elastic or not self.groups:
             return
-        need = self._blocks_for(sorted(lengths, reverse=True)[: self.config.max_num_seqs])
+        need = self._blocks_for(sorted(lengths, reverse=True)[: self.num_seats])
         have = self.num_blocks
         if any(n > h for n, h in zip(need, have, strict=True)):
             self._resize([max(n, h) for n, h in zip(need, have, strict=True)])
         elif is_idle and all(n * SHRINK_FACTOR < h for n, h in zip(need, have, strict=True)):
             self.blocks.reset()
+            self.runner.states.clear()
             self._resize(need)
 
     def make_room(self, request: Request, unfinished: Iterable[Request]) -> None:
@@ -204,7 +246,7 @@ class ServedModel:
             return
         others = [sample.max_num_tokens for sample in unfinished]
         lengths = [request.max_num_tokens] * request.num_seats
-        if len(others) < self.config.max_num_seqs:
+        if len(others) < self.num_seats:
             lengths += others
         elif self.blocks.shortage(request.max_num_tokens) is None:
             return

@@ -13,6 +13,7 @@ from paged_backend.memory.block_pool import BlockPool
 from paged_backend.memory.kv_cache import KVGroup
 from paged_backend.memory.pins import PrefixPins
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
+from paged_backend.memory.state_slots import StateSlots, deepest_snapshot
 from paged_backend.policies import EvictionPolicy
 from paged_backend.policy.policy_errors import ErrorHandler
 from paged_backend.request.request import Request
@@ -26,11 +27,15 @@ NO_BLOCK = -1
 @dataclass(frozen=True)
 class PrefixMatch:
     """The cached beginning of a request: ``num_tokens`` tokens, and per group the blocks to share, NO_BLOCK where
-    the group's mask rule sees nothing of them any more."""
+    the group's mask rule sees nothing of them any more.
+
+    num_stateless: tokens of a longer beginning, whose keys and values are there but no state.
+    """
 
     num_tokens: int
     nodes: tuple[PrefixNode, ...]
     blocks: tuple[tuple[int, ...], ...]
+    num_stateless: int = 0
 
 
 class BlockTable:
@@ -54,7 +59,8 @@ class BlockManager:
     """Gives blocks to requests on demand and takes them back. Knows tokens and blocks, not tensors.
 
     ``copies[g]`` collects the ``(source, target)`` blocks of group g that must be copied before the step's forward
-    pass; the engine drains it.
+    pass; the engine drains it. There may be no group at all. num_snapshots: recurrent states that prefixes may keep,
+    None when the model has no state; ``states`` are the books of it.
     """
 
     def __init__(
@@ -68,9 +74,11 @@ class BlockManager:
         on_policy_error: ErrorHandler,
         *,
         enable_prefix_caching: bool = True,
+        num_snapshots: int | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
         self.max_chunk = max_chunk
         self.enable_prefix_caching = enable_prefix_caching
         self.tree = PrefixTree(len(groups), block_size)
@@ -78,7 +86,8 @@ class BlockManager:
             BlockPool(g, count, self.tree, policy, on_policy_error, needs_ancestors=group.rule.kind == "full")
             for g, (group, count, policy) in enumerate(zip(groups, num_blocks, evictions, strict=True))
         ]
-        self.pins = PrefixPins(self.groups, self.pools, self.tree)
+        self.states = None if num_snapshots is None else StateSlots(num_snapshots, self.tree)
+        self.pins = PrefixPins(self.groups, self.pools, self.tree, self.states)
         self.copies: list[list[tuple[int, int]]] = [[] for _ in groups]
         self._tables: dict[Request, BlockTable] = {}
         self._free_seats = list(range(max_num_seqs - 1, -1, -1))
@@ -120,22 +129,30 @@ class BlockManager:
         if not self._caches(request):
             return none
         nodes = self.tree.match(request.token_ids, request.cache_salt, (request.num_tokens - 1) // self.block_size)
-        length = len(nodes)
-        while length:
-            # Each group may shorten the match, after which the others must agree again.
-            agreed = min(self._servable(nodes, length, g) for g in range(len(self.groups)))
-            if agreed == length:
-                break
-            length = agreed
+        length = known = self._agreed(nodes, len(nodes))
+        if self.states is not None:
+            # At the end of a shorter beginning, what windows see there may be gone.
+            while length and nodes[length - 1].snapshot is None:
+                length = self._agreed(nodes, deepest_snapshot(nodes, length))
         if not length:
-            return none
+            return PrefixMatch(0, (), none.blocks, known * self.block_size)
         blocks = []
         for g, group in enumerate(self.groups):
             first = group.rule.first_visible(length * self.block_size) // self.block_size
             blocks.append(
                 tuple(self._block(node, g) if i >= first else NO_BLOCK for i, node in enumerate(nodes[:length]))
             )
-        return PrefixMatch(length * self.block_size, tuple(nodes[:length]), tuple(blocks))
+        return PrefixMatch(length * self.block_size, tuple(nodes[:length]), tuple(blocks), known * self.block_size)
+
+    def _agreed(self, nodes: Sequence[PrefixNode], length: int) -> int:
+        """The longest match up to ``length`` blocks that every group can serve."""
+        while length:
+            # Each group may shorten the match, after which the others must agree again.
+            agreed = min((self._servable(nodes, length, g) for g in range(len(self.groups))), default=length)
+            if agreed == length:
+                break
+            length = agreed
+        return length
 
     def _servable(self, nodes: Sequence[PrefixNode], length: int, g: int) -> int:
         """The longest match up to ``length`` blocks whose visible part group g still holds."""
@@ -221,6 +238,17 @@ class BlockManager:
                     self.pools[g].share(block)
                 self._append(table, g, block)
         table.capacity = match.num_tokens
+        if self.states is not None:
+            stops = self._stops(request, match) if table.node is not None else ()
+            self.states.begin(request, match.nodes[-1] if match.nodes else None, stops)
+
+    def _stops(self, request: Request, match: PrefixMatch) -> set[int]:
+        """Where the state of ``request`` is worth keeping: at the last block's end before its last token, where known
+        prefixes branch off, and at the ends of pinned ones."""
+        size, last = self.block_size, (request.num_tokens - 1) // self.block_size
+        known = self.tree.match(request.token_ids, request.cache_salt, last)
+        stops = {last * size, match.num_stateless, *(node.depth * size for node in known if node.snapshot_pins)}
+        return {stop for stop in stops if stop > match.num_tokens}
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Make the slots of the first ``num_tokens`` tokens writable from ``request.num_computed_tokens`` on.
@@ -255,7 +283,7 @@ class BlockManager:
                 self._rows[g][table.seat, written] = block
             for _ in range(new):
                 self._append(table, g, pool.allocate())
-        table.capacity = min(len(blocks) for blocks in table.blocks) * self.block_size
+        table.capacity = min((len(blocks) for blocks in table.blocks), default=target) * self.block_size
         return True
 
     def _release_unseen(self, request: Request, table: BlockTable) -> None:
@@ -272,11 +300,19 @@ class BlockManager:
                 table.first[g] = index + 1
 
     def register(self, request: Request) -> None:
-        """Make the request's full, computed blocks findable for later requests with the same beginning."""
+        """Book what was computed: the state as the request's, full blocks as findable for requests that begin alike."""
         table = self._tables[request]
-        node = table.node
-        if node is None:
-            return
+        states = self.states
+        keeps_state = states is not None and states.commit(request)
+        # Without keys and values only a state makes a prefix worth finding.
+        if table.node is not None and (self.groups or keeps_state):
+            self._register_blocks(request, table, table.node)
+        if states is not None and keeps_state:
+            states.keep(request, table.node)
+            if table.node is not None:
+                self.tree.prune(table.node)
+
+    def _register_blocks(self, request: Request, table: BlockTable, node: PrefixNode) -> None:
         size, full = self.block_size, request.num_computed_tokens // self.block_size
         if node.depth >= full:
             return
@@ -316,6 +352,8 @@ class BlockManager:
                 self._append(table, g, block)
         # The next write by either of them must look at the shared block first.
         source.capacity = table.capacity = parent.num_computed_tokens // self.block_size * self.block_size
+        if self.states is not None:
+            self.states.fork(parent, child)
 
     def free(self, request: Request, now: float) -> None:
         """Give back everything, tail first, so that what stays cached loses its end before its beginning."""
@@ -329,14 +367,18 @@ class BlockManager:
             self._rows[g][table.seat, : len(blocks)] = NO_BLOCK
         self._free_seats.append(table.seat)
         request.seat = None
+        if self.states is not None:
+            self.states.free(request)
 
     def reset(self) -> None:
         """Every block free, every seat empty, nothing cached."""
         for request in self._tables:
             request.seat = None
         self._tables.clear()
-        self._free_seats = list(range(len(self._rows[0]) - 1, -1, -1))
+        self._free_seats = list(range(self.max_num_seqs - 1, -1, -1))
         self.tree.clear()
+        if self.states is not None:
+            self.states.reset()
         for g, pool in enumerate(self.pools):
             pool.reset()
             self.copies[g] = []
@@ -400,6 +442,8 @@ class BlockManager:
                     raise IntegrityError(f"{request!r} may write block {shared[0]}, which another request holds too")
                 owners.update(held)
             pool.check_integrity(owners)
+        if self.states is not None:
+            self.states.check_integrity(self._tables)
         seats = [table.seat for table in self._tables.values()] + self._free_seats
         if sorted(seats) != list(range(len(seats))):
             raise IntegrityError("a seat is lost or taken twice")

@@ -8,11 +8,16 @@ from collections.abc import Collection, Sequence
 import torch
 
 from paged_backend.checks import describe
-from paged_backend.config import EngineConfig, parse_memory
+from paged_backend.config import EngineConfig, parse_bytes, parse_memory
 from paged_backend.errors import ConfigError
 from paged_backend.memory.kv_cache import KVGroup
 
 DEFAULT_BUDGET = 2 * 2**30
+# What recurrent states of running requests, and those kept for prefixes, take at most when nothing else is asked.
+DEFAULT_STATE_BUDGET = 4 * 2**30
+DEFAULT_SNAPSHOT_BUDGET = 2**29
+# A running request has the state that its next pass reads, and the one that this pass writes.
+SLOTS_PER_SEAT = 2
 # The length that the groups' shares of a budget are balanced for: at most this many tokens.
 REFERENCE_LENGTH = 2048
 # Every block is counted, in some 50 bytes of the host's memory.
@@ -24,15 +29,57 @@ def blocks_for_lengths(groups: Sequence[KVGroup], block_size: int, chunk: int, l
     return [sum(group.blocks_for(n, block_size, chunk) + 1 for n in lengths) for group in groups]
 
 
+def seats_for_config(
+    config: EngineConfig, groups: Sequence[KVGroup], bytes_per_state: int, device: torch.device
+) -> int:
+    """How many requests may run at once, given what the recurrent state of one takes; 0 bytes limit nothing.
+
+    Raises ConfigError when ``config.kv_cache_memory`` does not hold the state of one.
+    """
+    if not bytes_per_state:
+        return config.max_num_seqs
+    each, value = SLOTS_PER_SEAT * bytes_per_state, config.kv_cache_memory
+    if value is None:
+        return max(1, min(config.max_num_seqs, DEFAULT_STATE_BUDGET // each))
+    share = 2 if groups else 1
+    seats = budget_bytes(value, groups, config.max_num_seqs, 0, device) // (share * each)
+    if seats < 1:
+        raise ConfigError(
+            f"kv_cache_memory={describe(value)} does not hold the recurrent state of one request, {each:,} bytes, in "
+            f"{'half of it' if groups else 'it'}; give at least {share * each:,} bytes"
+        )
+    return min(config.max_num_seqs, seats)
+
+
+def snapshots_for_config(
+    config: EngineConfig, groups: Sequence[KVGroup], bytes_per_state: int, device: torch.device
+) -> int | None:
+    """How many prefixes may keep their recurrent state; None where there is none."""
+    if not bytes_per_state:
+        return None
+    if config.snapshot_memory is not None:
+        return parse_bytes("snapshot_memory", config.snapshot_memory) // bytes_per_state
+    if config.kv_cache_memory is None:
+        return DEFAULT_SNAPSHOT_BUDGET // bytes_per_state
+    return budget_bytes(config.kv_cache_memory, groups, config.max_num_seqs, 0, device) // 8 // bytes_per_state
+
+
 def blocks_for_config(
-    config: EngineConfig, groups: Sequence[KVGroup], block_size: int, max_len: int, devices: Sequence[torch.device]
+    config: EngineConfig,
+    groups: Sequence[KVGroup],
+    block_size: int,
+    max_len: int,
+    devices: Sequence[torch.device],
+    state_bytes: int = 0,
 ) -> list[int]:
-    """Blocks per group that ``config.kv_cache_memory`` buys on ``devices``, those of the layers.
+    """Blocks per group that ``config.kv_cache_memory`` buys on ``devices``, of the layers, beside ``state_bytes``.
 
     Raises ConfigError for less than a block, for more than the devices' memory, and for more than ``MAX_BLOCKS``.
     """
     value, chunk = config.kv_cache_memory, config.max_num_batched_tokens
     budget = budget_bytes(value, groups, config.max_num_seqs, max_len, devices[0])
+    if not groups:
+        return []
     if value is None:
         budget = max(budget, least_budget(groups, block_size, chunk, max_len))
         return [min(count, MAX_BLOCKS) for count in blocks_for_budget(groups, block_size, chunk, budget, max_len)]
@@ -42,7 +89,7 @@ def blocks_for_config(
             f"kv_cache_memory={describe(value)} is {budget:,} bytes, and {devices[0].type} has {memory:,} bytes of "
             "memory; give less, such as '2GiB', or None for the default"
         )
-    counts = blocks_for_budget(groups, block_size, chunk, budget, max_len)
+    counts = blocks_for_budget(groups, block_size, chunk, budget - state_bytes, max_len)
     if max(counts) > MAX_BLOCKS:
         raise ConfigError(
             f"kv_cache_memory={describe(value)} comes to {max(counts):,} blocks of {block_size} tokens, and at most "

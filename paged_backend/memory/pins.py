@@ -9,6 +9,7 @@ from paged_backend.errors import RequestRefused
 from paged_backend.memory.block_pool import BlockPool
 from paged_backend.memory.kv_cache import KVGroup
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
+from paged_backend.memory.state_slots import StateSlots
 
 logger = logging.getLogger("paged_backend")
 
@@ -22,10 +23,13 @@ Prefix = tuple[str | None, tuple[int, ...]]
 class PrefixPins:
     """The one book of what is pinned; tree and pools are told of the blocks that this keeps."""
 
-    def __init__(self, groups: Sequence[KVGroup], pools: Sequence[BlockPool], tree: PrefixTree) -> None:
+    def __init__(
+        self, groups: Sequence[KVGroup], pools: Sequence[BlockPool], tree: PrefixTree, states: StateSlots | None
+    ) -> None:
         self._groups = groups
         self._pools = pools
         self._tree = tree
+        self._states = states
         # By the tokens of full blocks; as it was given, for a cache whose blocks have another size.
         self._prefixes: dict[Prefix, Prefix] = {}
 
@@ -36,7 +40,8 @@ class PrefixPins:
     def add(self, prefix: Prefix) -> int:
         """Keep the full blocks of ``prefix`` once they are computed, whoever else wants them; returns their tokens.
 
-        Raises RequestRefused when it fills no block, or pins would take more than half of a group's blocks.
+        Raises RequestRefused when it fills no block, or pins would take more than half of a group's blocks or of the
+        snapshots of states.
         """
         full = self._full(prefix)
         num_tokens = len(full[1])
@@ -52,9 +57,22 @@ class PrefixPins:
                         f"{count} blocks would be pinned in the {group.rule} attention group; at most {most} "
                         f"of its {pool.num_blocks} may be: unpin another prefix or raise kv_cache_memory"
                     )
+            self._check_snapshots(path[-1])
             self._pin(path)
         self._prefixes[full] = prefix
         return num_tokens
+
+    def _check_snapshots(self, end: PrefixNode) -> None:
+        if self._states is None:
+            return
+        pinned = sum(node.snapshot_pins > 0 for node in self._tree.nodes()) + (not end.snapshot_pins)
+        most = int(self._states.num_snapshots * MAX_PINNED_SHARE)
+        if pinned > most:
+            self._tree.prune(end)
+            raise RequestRefused(
+                f"the recurrent states of {pinned} prefixes would be pinned; at most {most} of "
+                f"{self._states.num_snapshots} may be: unpin another prefix or raise snapshot_memory"
+            )
 
     def discard(self, prefix: Prefix) -> bool:
         """Take back the ``add`` of a prefix with the same full blocks; False if there is none."""
@@ -64,6 +82,8 @@ class PrefixPins:
         path = self._path(full)
         for pool, nodes in zip(self._pools, self._seen_at_end(path), strict=True):
             pool.unpin(reversed(nodes))
+        if self._states is not None:
+            path[-1].snapshot_pins -= 1
         self._tree.prune(path[-1])
         return True
 
@@ -85,6 +105,8 @@ class PrefixPins:
         return salt, tokens[: len(tokens) // self._tree.block_size * self._tree.block_size]
 
     def _pin(self, path: Sequence[PrefixNode]) -> None:
+        if self._states is not None:
+            path[-1].snapshot_pins += 1
         for pool, nodes in zip(self._pools, self._seen_at_end(path), strict=True):
             pool.pin(nodes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class PrefixNode:
@@ -11,10 +11,23 @@ class PrefixNode:
     A node is found by comparing token ids, never by a hash alone, so two prefixes cannot be taken for each other.
 
     held_children: per group, how many of the children are held by a block. created: position among all nodes by age.
-    pins: per group, how often it is pinned.
+    pins: per group, how often it is pinned. snapshot: the slot of the recurrent state after its tokens, or None;
+    snapshot_pins: how often that is pinned.
     """
 
-    __slots__ = ("blocks", "children", "created", "depth", "held_children", "hits", "parent", "pins", "tokens")
+    __slots__ = (
+        "blocks",
+        "children",
+        "created",
+        "depth",
+        "held_children",
+        "hits",
+        "parent",
+        "pins",
+        "snapshot",
+        "snapshot_pins",
+        "tokens",
+    )
 
     def __init__(self, parent: PrefixNode | None, tokens: tuple[int, ...], num_groups: int, created: int = 0) -> None:
         self.parent = parent
@@ -26,10 +39,28 @@ class PrefixNode:
         self.created = created
         self.hits = 0
         self.pins = [0] * num_groups
+        self.snapshot: int | None = None
+        self.snapshot_pins = 0
+
+    @property
+    def leads_somewhere(self) -> bool:
+        """Whether anything is held by it, or reached through it."""
+        return bool(
+            self.children
+            or any(self.pins)
+            or self.snapshot_pins
+            or self.snapshot is not None
+            or any(block is not None for block in self.blocks)
+        )
 
 
 class PrefixTree:
-    """A tree of full blocks per cache salt; requests with different salts never see each other's blocks."""
+    """A tree of full blocks per cache salt; requests with different salts never see each other's blocks.
+
+    on_lost_snapshot: told of a node with a snapshot whose keys and values are gone, which makes that useless.
+    """
+
+    on_lost_snapshot: Callable[[PrefixNode], None]
 
     def __init__(self, num_groups: int, block_size: int) -> None:
         self.num_groups = num_groups
@@ -71,15 +102,15 @@ class PrefixTree:
     def forget(self, node: PrefixNode, group: int) -> None:
         """The node's block in ``group`` is gone."""
         node.blocks[group] = None
+        if node.snapshot is not None:
+            self.on_lost_snapshot(node)
         if node.parent is not None:
             node.parent.held_children[group] -= 1
         self.prune(node)
 
     def prune(self, node: PrefixNode) -> None:
         """Drop the node, and its ancestors, that lead nowhere."""
-        while node.parent is not None and not (
-            node.children or any(node.pins) or any(b is not None for b in node.blocks)
-        ):
+        while node.parent is not None and not node.leads_somewhere:
             # A request may still stand on a dropped node; it is then off the tree and registers nothing more.
             parent = node.parent
             if parent.children.get(node.tokens) is node:

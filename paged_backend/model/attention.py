@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,25 @@ class PagedLayer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class LayersInOrder:
+    """The layers of a module that attends several times a forward pass, each time with blocks of its own."""
+
+    def __init__(self, layers: Sequence[PagedLayer]) -> None:
+        self.layers = list(layers)
+        self._batch: Batch | None = None
+        self._num_calls = 0
+
+    def next(self) -> PagedLayer:
+        """The layer of this call."""
+        batch = self.layers[0].context.batch
+        if batch is not self._batch:
+            self._batch, self._num_calls = batch, 0
+        self._num_calls += 1
+        if self._num_calls > len(self.layers):
+            raise RuntimeError(f"a module attends more often than the {len(self.layers)} times of its probe")
+        return self.layers[self._num_calls - 1]
+
+
 def paged_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -80,15 +100,17 @@ def paged_attention(
     Raises RuntimeError on a module that the engine did not prepare, since attention without a cache would be
     silently wrong.
     """
-    layer = module.__dict__.get("paged_layer")
-    if layer is None:
+    hung = module.__dict__.get("paged_layer")
+    if hung is None:
         raise RuntimeError(
             f"{type(module).__name__} runs attn_implementation={ATTENTION_NAME!r} outside a paged_backend engine; "
             "load the model with its own attention and pass it to paged_backend.Engine or generate(cache_impl='paged')"
         )
+    layer: PagedLayer = hung.next() if isinstance(hung, LayersInOrder) else hung
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    return layer.attend(*packed, AttentionVariant(scale, layer.rule, softcap, s_aux)).unsqueeze(0), None
+    packed_query, packed_key, packed_value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    variant = AttentionVariant(scale, layer.rule, softcap, s_aux)
+    return layer.attend(packed_query, packed_key, packed_value, variant).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

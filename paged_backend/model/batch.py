@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from paged_backend.kernels import Sequences
+from paged_backend.model.state_spans import StateSpans
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Batch:
     input_ids, positions: ``[num_tokens]`` int64. context_lens: ``[num_seqs]`` int32, each counting the tokens of
     this step too. cu_seqlens_q: ``[num_prefills + 1]`` int32 offsets of the chunks within the prefill part.
     logits_rows: ``[num_rows]`` int64, the tokens whose logits are wanted. embeds: what is fed in place of tokens, as
-    the place of the first and ``[count, D]`` floats.
+    the place of the first and ``[count, D]`` floats. spans: where recurrent states are, None for models without.
     """
 
     input_ids: torch.Tensor
@@ -47,6 +48,7 @@ class Batch:
     max_decode_context: int
     max_prefill_context: int
     embeds: tuple[tuple[int, torch.Tensor], ...] = ()
+    spans: StateSpans | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +69,7 @@ def build_batch(
     block_size: int,
     device: torch.device,
     embeds: Sequence[tuple[int, torch.Tensor]] = (),
+    spans: StateSpans | None = None,
 ) -> Batch:
     """Pack decodes and prefill chunks.
 
@@ -122,6 +125,7 @@ def build_batch(
         max_decode_context=max_decode_context,
         max_prefill_context=max_prefill_context,
         embeds=tuple(embeds),
+        spans=spans,
     )
 
 

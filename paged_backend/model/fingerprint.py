@@ -35,6 +35,7 @@ class Fingerprint:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._kept: frozenset[tuple[str, str]] = frozenset()
         self._facts = [fact for _, fact in _facts(model)]
         self._weights = [_samples(tensor) for tensor in _weights(model)]
         self._contents = _contents(self._weights)
@@ -42,6 +43,15 @@ class Fingerprint:
         self._counted = [view for views in self._weights for view in views if not view.is_inference()]
         self._versions = self._count_versions()
         self._buffers = _contents([_samples(tensor) for tensor in _written_buffers(model)])
+
+    def leave_out(self, model: PreTrainedModel, kept: frozenset[tuple[str, str]]) -> None:
+        """Do not look at these attributes, each the name of a module and its own, in which ``model`` keeps states.
+
+        It is as it was when this was made.
+        """
+        if kept:
+            self._kept = kept
+            self._facts = [fact for _, fact in _facts(model, kept)]
 
     def was_written(self) -> bool:
         """Whether a weight saw an in-place operation since; costs a few hundredths of a millisecond."""
@@ -53,7 +63,7 @@ class Fingerprint:
 
     def difference(self, model: PreTrainedModel) -> str | None:
         """What changed since, in words, or None. Waits for the device once per dtype and device."""
-        facts = [fact for _, fact in _facts(model)]
+        facts = [fact for _, fact in _facts(model, self._kept)]
         if facts != self._facts:
             return self._first_difference(model)
         # The weights are the same memory as before, so the views taken then still read them.
@@ -64,20 +74,22 @@ class Fingerprint:
         return None
 
     def _first_difference(self, model: PreTrainedModel) -> str:
-        for (where, new), old in itertools.zip_longest(_facts(model), self._facts, fillvalue=("the modules", None)):
+        for (where, new), old in itertools.zip_longest(
+            _facts(model, self._kept), self._facts, fillvalue=("the modules", None)
+        ):
             if new != old:
                 return f"{where} changed"
         return "the modules changed"
 
 
-def _facts(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """What can be compared without reading a weight, as (where, fact)."""
+def _facts(model: PreTrainedModel, kept: frozenset[tuple[str, str]] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """What can be compared without reading a weight, as (where, fact), but for attributes that are ``kept`` states."""
     configs: dict[int, PreTrainedConfig] = {}
     for name, module in model.named_modules():
         attributes = []
         read_by_hooks = hooked(module) is not None
         for key, value in module.__dict__.items():
-            if key in _SKIPPED:
+            if key in _SKIPPED or (name, key) in kept:
                 continue
             kind = type(value)
             if kind in _SCALARS:

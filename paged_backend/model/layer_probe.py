@@ -81,11 +81,13 @@ def probe_layers(
     advertised_positions: int | None,
     *,
     takes_cache: bool = True,
+    keeps_state: bool = False,
 ) -> LayerProbe:
     """Run ``forward`` on ``model``, whose attention implementation is ``PROBE_NAME``, and describe its layers.
 
-    ``token_ids`` is ``[num_tokens]``. takes_cache: whether ``forward`` can be given one. Raises Unprovable with the
-    reason when attention is not called in a way that blocks can serve.
+    ``token_ids`` is ``[num_tokens]``. takes_cache: whether ``forward`` can be given one. keeps_state: whether there
+    need be no attention at all. Raises Unprovable with the reason when attention is not called in a way that blocks can
+    serve.
     """
     if advertised_positions is not None:
         token_ids = token_ids[: max(2, advertised_positions - _FIRST_POSITION)]
@@ -100,11 +102,9 @@ def probe_layers(
     layers: list[LayerSpec] = []
     for call in recording.calls:
         name = names.get(id(call.module), type(call.module).__name__)
-        if any(call.module is module for module in modules):
-            raise Unprovable(f"{name} ({type(call.module).__name__}) calls attention more than once a forward pass")
         modules.append(call.module)
         layers.append(_layer_spec(name, call, recording, rules))
-    if not layers:
+    if not layers and not keeps_state:
         raise Unprovable("its attention never goes through transformers' AttentionInterface")
     _check_layer_indices(modules, layers)
 
@@ -254,7 +254,12 @@ def read_mask_rule(mask_function: Callable[..., torch.Tensor], device: torch.dev
 
 
 def _check_layer_indices(modules: list[nn.Module], layers: list[LayerSpec]) -> None:
-    """Layers that share an index would share a cache in stock ``generate``, which then is no reference."""
+    """Layers that share an index would share a cache in stock ``generate``, which then is no reference.
+
+    Where modules run several times a pass, an index alone does not tell where each keeps its keys.
+    """
+    if len(set(modules)) < len(modules):
+        return
     owners: dict[int, str] = {}
     for module, layer in zip(modules, layers, strict=True):
         index = getattr(module, "layer_idx", None)

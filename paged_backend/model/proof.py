@@ -17,8 +17,11 @@ from paged_backend.kernels import AUTO, FULL, Backend
 from paged_backend.memory.kv_cache import KVCache, group_layers
 from paged_backend.model.batch import build_batch
 from paged_backend.model.layer_probe import Unprovable
+from paged_backend.model.mixer import NATIVE, STEPPED
 from paged_backend.model.model_copy import plain_model
 from paged_backend.model.runner import ModelRunner
+from paged_backend.model.state_probe import cache_of, run_with_cache
+from paged_backend.model.state_spans import LoneSlots
 from paged_backend.model.twin import Twin, logits_of, unsupported
 
 _BLOCK_SIZE = 5
@@ -34,13 +37,14 @@ def prove(model: PreTrainedModel, twin: Twin, backend: Backend = AUTO) -> None:
 
     The sequences run packed in one prefill, then again in chunks and decodes that share passes, through shuffled
     blocks that hold NaN where nothing was stored; every token's logits are compared. ``model`` itself runs with its
-    own attention, in eval mode, and is left as it was.
+    own attention, in eval mode, and is left as it was. A model that keeps recurrent state, and goes on from it wrongly
+    with several tokens at once, is tried again with chunks that go on token by token; ``twin.state_mode`` says which.
 
     Raises UnsupportedModel with the numbers when they differ by more than rounding, and PluginError when functions of
     ``backend`` that a plugin brings fail.
     """
     try:
-        _prove(model, twin, backend)
+        _prove_in_some_mode(model, twin, backend)
     except Unprovable as reason:
         raise unsupported(plain_model(model), str(reason)) from None
     except PluginError:
@@ -49,15 +53,30 @@ def prove(model: PreTrainedModel, twin: Twin, backend: Backend = AUTO) -> None:
         raise unsupported(plain_model(model), f"the proof failed with {type(error).__name__}: {error}") from error
 
 
-def _prove(model: PreTrainedModel, twin: Twin, backend: Backend) -> None:
+def _prove_in_some_mode(model: PreTrainedModel, twin: Twin, backend: Backend) -> None:
     sequences = _sequences(twin)
     expected = _lone_logits(model, twin, sequences)
+    try:
+        _prove(model, twin, backend, sequences, expected)
+    except Exception:
+        if twin.state_mode != NATIVE:
+            raise
+        twin.state_mode = STEPPED
+        _prove(model, twin, backend, sequences, expected)
+
+
+def _prove(
+    model: PreTrainedModel, twin: Twin, backend: Backend, sequences: list[list[int]], expected: list[torch.Tensor]
+) -> None:
     pool = _Pool(twin, [len(tokens) for tokens in sequences])
     runner = ModelRunner(twin, pool.kv_cache, backend)
+    slots = LoneSlots(len(sequences))
+    runner.states.grow(slots.num_slots)
     errors: dict[str, list[torch.Tensor]] = {}
     for blocks, steps in zip(pool.block_tables, (_packed(sequences), _chunked(sequences)), strict=True):
+        slots.restart()
         for spans in steps:
-            for index, logits in _run(runner, sequences, spans, blocks):
+            for index, logits in _run(runner, sequences, spans, blocks, slots):
                 first, end = spans[index]
                 stage = "decode" if end - first == 1 else "chunked prefill" if first else "packed prefill"
                 rows = _row_errors(logits, expected[index][first:end])
@@ -124,7 +143,11 @@ class _Pool:
 
 
 def _run(
-    runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int, int]], tables: list[np.ndarray]
+    runner: ModelRunner,
+    sequences: list[list[int]],
+    spans: list[tuple[int, int]],
+    tables: list[np.ndarray],
+    slots: LoneSlots,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """One forward pass over a span of each sequence; yields each sequence's logits ``[num_tokens, vocab_size]``."""
     decodes = [index for index, (first, end) in enumerate(spans) if first and end - first == 1]
@@ -139,6 +162,7 @@ def _run(
         [table[order] for table in tables],
         runner.kv_cache.block_size,
         runner.twin.device,
+        spans=slots.spans(decodes, chunks, [spans[index][1] - spans[index][0] for index in chunks]),
     )
     every_row = torch.arange(batch.num_tokens, device=runner.twin.device)
     logits = runner.forward(dataclasses.replace(batch, logits_rows=every_row))
@@ -153,18 +177,13 @@ def _lone_logits(model: PreTrainedModel, twin: Twin, sequences: list[list[int]])
     with _untouched(plain, twin), torch.no_grad():
         for tokens in sequences:
             ids = torch.tensor([tokens], device=twin.device)
-            output = plain(input_ids=ids[:, :-1], use_cache=True)
-            # The second name is that of earlier versions of transformers.
-            name = next(
-                (name for name in ("cache", "past_key_values") if getattr(output, name, None) is not None), None
-            )
-            if name is None:
-                output = plain(input_ids=ids, use_cache=False)
-                logits.append(logits_of(output))
+            output = run_with_cache(plain, ids[:, :-1])
+            cache = cache_of(output)
+            if cache is None:
+                logits.append(logits_of(plain(input_ids=ids, use_cache=False)))
                 continue
-            cache = getattr(output, name)
             _check_cache(cache, twin)
-            last = plain(input_ids=ids[:, -1:], use_cache=True, **{name: cache})
+            last = run_with_cache(plain, ids[:, -1:], len(tokens) - 1, cache)
             logits.append(torch.cat([logits_of(output), logits_of(last)]))
     return logits
 

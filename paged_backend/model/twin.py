@@ -16,17 +16,33 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from paged_backend.errors import UnsupportedModel
 from paged_backend.memory.kv_cache import LayerSpec
-from paged_backend.model.attention import ATTENTION_NAME, PagedLayer
+from paged_backend.model.attention import ATTENTION_NAME, LayersInOrder, PagedLayer
 from paged_backend.model.fingerprint import Fingerprint
 from paged_backend.model.foreign_code import hooked, patched
 from paged_backend.model.layer_probe import PROBE_NAME, Unprovable, probe_layers
 from paged_backend.model.model_copy import accelerate_hooks, copy_model, plain_model
 from paged_backend.model.packed_past import PackedPast
 from paged_backend.model.position_limit import far_positions, rope_limit
+from paged_backend.model.state_probe import CACHE_NAMES, find_mixers
 
-# The layers that keep keys and values per token, or nothing at all. The others keep a state of their own, or read
-# a selection of the keys.
-_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
+# The layers that keep keys and values per token, a state of fixed size, both or nothing. The others read a selection
+# of the keys, or keep a summary of them.
+_SERVED_LAYER_TYPES = frozenset(
+    {
+        "attention",
+        "chunked_attention",
+        "conv",
+        "full_attention",
+        "hybrid",
+        "hybrid_sliding",
+        "linear_attention",
+        "mamba",
+        "mlp",
+        "moe",
+        "recurrent",
+        "sliding_attention",
+    }
+)
 _DYNAMICALLY_QUANTISED = "torch.ao.nn.quantized.dynamic"
 _SHARDED_MODULES = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 
@@ -43,13 +59,14 @@ class Twin:
     """The copy on which the engine runs; the user's model is never touched.
 
     module: the copy. layers: what each attention layer does, in the order in which they run; layer_indices: their
-    places in stock ``generate``'s cache, None where the module does not say. device: where token ids go. dtype: of
-    keys and values. vocab_size: rows of the input embedding. max_positions: tokens that the model's positions allow,
-    None without a hard limit (a learned table ends; longrope and dynamic NTK scaling read the longest request of a
-    batch, so they are held to their original length). bound_reason: why they end there, if it is that the model cannot
-    be proven beyond. advertised_positions: the config's ``max_position_embeddings``. foreign_code: where hooks or
-    patches of the user's own take part, which may change what they do at any time, in words, or None; patched: only
-    those that are not on the model itself but on its classes and functions.
+    places in stock ``generate``'s cache, None where the module does not say. mixers: what stands in for the modules
+    that keep recurrent state. device: where token ids go. dtype: of keys and values. vocab_size: rows of the input
+    embedding. max_positions: tokens that the model's positions allow, None without a hard limit (a learned table ends;
+    longrope and dynamic NTK scaling read the longest request of a batch, so they are held to their original length).
+    bound_reason: why they end there, if it is that the model cannot be proven beyond. advertised_positions: the
+    config's ``max_position_embeddings``. foreign_code: where hooks or patches of the user's own take part, which may
+    change what they do at any time, in words, or None; patched: only those that are not on the model itself but on its
+    classes and functions.
 
     Forward hooks of the model run on the copy too, on packed tokens ``[1, num_tokens, ...]``. A twin is as good as the
     model was when it was made: ``stale_reason`` says whether that still holds.
@@ -70,6 +87,7 @@ class Twin:
             self.foreign_code = self.patched or _first_hook(plain)
             self.module = copy_model(plain)
             self._probe()
+            self._fingerprint.leave_out(plain, self._held_states())
         except Unprovable as reason:
             raise unsupported(plain, str(reason)) from reason
         except Exception as error:
@@ -117,29 +135,32 @@ class Twin:
         width = getattr(embedding, "embedding_dim", None)
         self.embedding_dim: int | None = width if "inputs_embeds" in parameters else None
 
-        # The second name is that of earlier versions of transformers.
-        self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+        self._cache_name = next((name for name in CACHE_NAMES if name in parameters), None)
         self._reads_past = False
 
-        self._set_attention(PROBE_NAME)
         with torch.inference_mode():
             ids = torch.tensor(self.sample_token_ids(16), device=self.device)
+            self.mixers = find_mixers(module, ids[:9])
+            self._set_attention(PROBE_NAME)
             probe = probe_layers(
                 module,
                 self._logits_of_first,
                 ids,
                 self.advertised_positions,
                 takes_cache=self._cache_name is not None,
+                keeps_state=bool(self.mixers),
             )
         self._set_attention(ATTENTION_NAME)
         self.attention_modules = probe.modules
         self.layers: list[LayerSpec] = probe.layers
-        self.layer_indices: list[int | None] = [getattr(module, "layer_idx", None) for module in probe.modules]
+        self.layer_indices: list[int | None] = [
+            getattr(module, "layer_idx", None) if probe.modules.count(module) == 1 else None for module in probe.modules
+        ]
         self.max_positions, self.bound_reason = probe.max_positions, probe.bound_reason
         self._end, self._reads_past = probe.end, probe.reads_past
         indexed = zip(self.layer_indices, self.layers, strict=True)
         self._past_devices = {index: layer.device for index, layer in indexed if index is not None}
-        self.dtype = self.layers[0].dtype
+        self.dtype = self.layers[0].dtype if self.layers else embedding.weight.dtype
 
     def _set_attention(self, name: str) -> None:
         # set_attn_implementation looks for the interface in a class's source; here the recording tells.
@@ -167,10 +188,29 @@ class Twin:
         """The ``count`` positions, farthest first, at which the model is likeliest to compute otherwise than before."""
         return far_positions(self.module.config.get_text_config(decoder=True), self._end, count)
 
+    def _held_states(self) -> frozenset[tuple[str, str]]:
+        """The attributes of modules in which states are kept, as (module, attribute)."""
+        names = {module: name for name, module in self.module.named_modules()}
+        return frozenset((names[module], attribute) for mixer in self.mixers for module, attribute in mixer.held)
+
+    @property
+    def state_mode(self) -> str | None:
+        """How chunks of a prompt go on from recurrent states: in one call, or token by token; None without any."""
+        return self.mixers[0].mode if self.mixers else None
+
+    @state_mode.setter
+    def state_mode(self, mode: str) -> None:
+        for mixer in self.mixers:
+            mixer.mode = mode
+
     def attach(self, layers: Sequence[PagedLayer]) -> None:
         """Hang each layer's blocks on its attention module, in the order of ``layers``."""
+        self.paged_layers = list(layers)
+        by_module: dict[torch.nn.Module, list[PagedLayer]] = {}
         for module, layer in zip(self.attention_modules, layers, strict=True):
-            module.__dict__["paged_layer"] = layer
+            by_module.setdefault(module, []).append(layer)
+        for module, own in by_module.items():
+            module.__dict__["paged_layer"] = own[0] if len(own) == 1 else LayersInOrder(own)
 
     def logits(
         self,
@@ -253,7 +293,7 @@ def _check_kind(model: PreTrainedModel) -> None:
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     others = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
     if others:
-        raise Unprovable(f"layers of type {', '.join(others)} keep more than keys and values, or read a part of them")
+        raise Unprovable(f"layers of type {', '.join(others)} keep or read something else than keys, values and states")
     if any(type(module).__module__.startswith(_DYNAMICALLY_QUANTISED) for module in model.modules()):
         raise Unprovable(
             "its layers were quantised by quantize_dynamic, and round what they are given by the largest number of the "

@@ -15,6 +15,7 @@ from paged_backend.memory.kv_cache import KVCache, group_layers
 from paged_backend.model.attention import PagedLayer
 from paged_backend.model.batch import Batch, build_batch
 from paged_backend.model.runner import ModelRunner
+from paged_backend.model.state_spans import LoneSlots
 from paged_backend.model.twin import Twin
 
 _BLOCK_SIZE = 5
@@ -54,9 +55,11 @@ class Probe:
         self.tables = np.random.default_rng(0).permutation(len(_LENGTHS) * width).astype(np.int32).reshape(-1, width)
         self.kv_cache = KVCache(twin.layers, groups, [self.tables.size] * len(groups), _BLOCK_SIZE, kv_dtype)
         self.runner = ModelRunner(twin, self.kv_cache, backend)
+        self.slots = LoneSlots(len(_LENGTHS))
+        self.runner.states.grow(self.slots.num_slots)
         self.far: dict[int, dict[str, Any]] = {}
         self._fill()
-        twin.attach([Recorder(module.__dict__["paged_layer"]) for module in twin.attention_modules])
+        twin.attach([Recorder(layer) for layer in twin.paged_layers])
 
     def _fill(self) -> None:
         filled = [tokens[:count] for tokens, count in zip(self.sequences, _FILLED, strict=False)]
@@ -79,6 +82,7 @@ class Probe:
 
     def _batch(self, decodes: list[tuple[int, int]], chunks: list[list[int]], starts: list[int]) -> Batch:
         order = list(range(len(decodes) + len(chunks)))
+        spans = self.slots.spans(order[: len(decodes)], order[len(decodes) :], [len(chunk) for chunk in chunks])
         return build_batch(
             [token for token, _ in decodes],
             [position for _, position in decodes],
@@ -88,4 +92,5 @@ class Probe:
             [self.tables[order] for _ in self.kv_cache.groups],
             _BLOCK_SIZE,
             self.twin.device,
+            spans=spans,
         )

@@ -11,6 +11,8 @@ from managed_blocks import LAYOUTS, MAX_CHUNK, compute, make_manager, make_reque
 
 from paged_backend.errors import IntegrityError, RequestRefused
 from paged_backend.memory.block_manager import NO_BLOCK
+from paged_backend.memory.prefix_tree import PrefixNode
+from paged_backend.memory.state_slots import NO_SLOT
 from paged_backend.request.request import Request
 from paged_backend.request.state import RequestState
 
@@ -18,9 +20,18 @@ from paged_backend.request.state import RequestState
 class BlockManagerMachine(RuleBasedStateMachine):
     """Random requests over a tiny alphabet, so that prefixes meet often; contents of slots are modelled too."""
 
-    @initialize(layout=st.sampled_from(sorted(LAYOUTS)), num_blocks=st.integers(6, 40), block_size=st.integers(1, 5))
-    def begin(self, layout: str, num_blocks: int, block_size: int) -> None:
-        self.manager = make_manager(layout, num_blocks, block_size)
+    @initialize(
+        layout=st.sampled_from(sorted(LAYOUTS)),
+        num_blocks=st.integers(6, 40),
+        block_size=st.integers(1, 5),
+        num_snapshots=st.sampled_from([None, None, 0, 1, 2, 8]),
+    )
+    def begin(self, layout: str, num_blocks: int, block_size: int, num_snapshots: int | None) -> None:
+        if layout == "none" and num_snapshots is None:
+            num_snapshots = 3
+        self.manager = make_manager(layout, num_blocks, block_size, num_snapshots=num_snapshots)
+        # What each slot of states holds: the prefix after which it was written.
+        self.states: dict[int, tuple] = {NO_SLOT: ()}
         self.order = 0
         self.requests: list[Request] = []
         self.pins: list[tuple[list[int], str | None]] = []
@@ -49,8 +60,29 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 block = int(table[0, position // size])
                 assert block != NO_BLOCK
                 self.slots[g][block * size + position % size] = self.written(request, position)
+        self.mix(request, count)
         request.num_computed_tokens += count
         self.manager.register(request)
+
+    def mix(self, request: Request, count: int) -> None:
+        """Lead the request's state on, as a pass does."""
+        if self.manager.states is None:
+            return
+        spans = self.manager.states.plan(request, count)
+        assert [spans[0].first, spans[-1].end] == [request.num_computed_tokens, request.num_computed_tokens + count]
+        for span in spans:
+            before = self.written(request, span.first - 1) if span.first else ()
+            assert self.states[span.source] == before
+            self.states[span.target] = self.written(request, span.end - 1)
+
+    @precondition(lambda self: self.requests and self.manager.states is not None)
+    @rule(data=st.data(), count=st.integers(1, MAX_CHUNK))
+    def fail(self, data: st.DataObject, count: int) -> None:
+        """A pass that wrote something and failed."""
+        request = data.draw(st.sampled_from(self.requests))
+        if count <= request.num_uncomputed_tokens:
+            for span in self.manager.states.plan(request, count):
+                self.states[span.target] = ("nonsense",)
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
@@ -123,7 +155,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(more=st.integers(1, 4))
     def grow(self, more: int) -> None:
-        if self.manager.pools[0].num_blocks < 60:
+        if self.manager.pools and self.manager.pools[0].num_blocks < 60:
             self.manager.resize([pool.num_blocks + more for pool in self.manager.pools])
 
     @invariant()
@@ -143,6 +175,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 for position in range(first, request.num_computed_tokens):
                     block = int(table[0, position // size])
                     assert self.slots[g][block * size + position % size] == self.written(request, position)
+
+    @invariant()
+    def every_snapshot_is_of_its_prefix(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for node in self.manager.tree.nodes():
+            if node.snapshot is not None:
+                _, *content = self.states[node.snapshot]
+                assert content == self.tokens_of(node)
+
+    @staticmethod
+    def tokens_of(node: PrefixNode | None) -> list[int]:
+        tokens: list[int] = []
+        while node is not None:
+            tokens[:0] = node.tokens
+            node = node.parent
+        return tokens
 
     def teardown(self) -> None:
         if hasattr(self, "manager"):

@@ -10,6 +10,7 @@ from paged_backend.request.request import Request
 from paged_backend.sampling_params import SamplingParams
 
 LAYOUTS = {
+    "none": [],
     "full": [FULL],
     "window": [MaskRule("window", 5)],
     "full and window": [FULL, MaskRule("window", 8)],
@@ -25,7 +26,9 @@ def no_policy_errors(policy: object, method: str, error: object) -> None:
     raise AssertionError(f"{policy}.{method}: {error}")
 
 
-def make_manager(layout: str, num_blocks: int, block_size: int = 4, max_num_seqs: int = 6) -> BlockManager:
+def make_manager(
+    layout: str, num_blocks: int, block_size: int = 4, max_num_seqs: int = 6, num_snapshots: int | None = None
+) -> BlockManager:
     groups = [KVGroup(rule, (index,), 8) for index, rule in enumerate(LAYOUTS[layout])]
     return BlockManager(
         groups,
@@ -35,6 +38,7 @@ def make_manager(layout: str, num_blocks: int, block_size: int = 4, max_num_seqs
         MAX_CHUNK,
         [Lru() for _ in groups],
         no_policy_errors,
+        num_snapshots=num_snapshots,
     )
 
 
@@ -45,6 +49,8 @@ def make_request(tokens: list[int], order: int, salt: str | None = None) -> Requ
 def compute(manager: BlockManager, request: Request, num_tokens: int) -> None:
     """Pretend that a forward pass wrote ``num_tokens`` more tokens."""
     assert manager.reserve(request, request.num_computed_tokens + num_tokens)
+    if manager.states is not None:
+        manager.states.plan(request, num_tokens)
     request.num_computed_tokens += num_tokens
     manager.register(request)
 

@@ -106,6 +106,18 @@ _SMALL: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
     "audio_vocab_size": 16,
+    # Scans of recurrent layers cross a piece of this length within a few tokens too.
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    "mamba_d_state": 16,
+    "state_size": 16,
+    "ssm_state_size": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
     "num_mel_bins": 16,
 }
 # What the rules above cannot guess, by model type; it wins over them. An ellipsis leaves an attribute to the class.
@@ -118,7 +130,7 @@ _THREE_ROPE_LAYERS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section"
 # Defaults of some classes have fewer kinds of layers than their checkpoints.
 _STATE_AND_ATTENTION = ["linear_attention", "full_attention", "linear_attention"]
 _SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _THREE_ROPE_LAYERS}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
@@ -134,7 +146,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_heads": 8},
     "gemma3n_text": {**_SHARED_KV, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},
     "gemma4_text": _SHARED_KV,
-    "granitemoehybrid": {"layer_types": _STATE_AND_ATTENTION},
+    "granitemoehybrid": {"layer_types": _STATE_AND_ATTENTION, "mamba_n_heads": 8, "mamba_d_head": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "minimax_m3_vl_text": {
@@ -147,7 +159,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     # Its head_dim is that of the rotary part alone.
     "longcat_flash": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "mamba2": {"num_heads": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "minimax": {"block_size": 8},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "phi4_multimodal_audio": {"nemo_conv_channels": 64, "num_blocks": 2},
