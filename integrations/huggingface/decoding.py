@@ -52,7 +52,7 @@ def decode(
         fields = row_fields(logits_processor, stopping_criteria, rows, do_sample=bool(generation_config.do_sample))
     config = call.config_for(len(rows)) if fields is None else call.config
     with engine_for(call.model, config, call.plugins) as engine:
-        check_inputs(call.model, input_ids, rows, model_kwargs)
+        check_inputs(call.model, input_ids, rows, model_kwargs, masks_padding=engine.masks_padding)
         batch = _Batch(engine, rows, _max_new_tokens(stopping_criteria, input_ids.shape[1]))
         if fields is not None:
             sequences = _row_by_row(batch, fields, input_ids, generation_config)

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from paged_backend.integrations.huggingface.call import refuse
+from paged_backend.integrations.huggingface.rows import states_alone
 
 # transformers calls the field ``cache`` since 5.24, and ``past_key_values`` before.
 _CACHE_FIELD = next(
@@ -52,17 +53,21 @@ def _fill(cache: Any, model: Any, prompts: Tensor, fed: Tensor, model_kwargs: di
     """Put the keys and values of the prompts and of what was fed behind them, [B, L] and [B, T - 1], into ``cache``.
 
     The model itself computes them in two passes, so that stock code can go on from the cache in every respect: like
-    stock's, the prompts' pass sees nothing of what follows, which padding would otherwise take in.
+    stock's, the prompts' pass sees nothing of what follows, which padding would otherwise take in. Recurrent states are
+    led on token by token, as in stock's loop, since not every model can with many at once.
     """
     model._prefill(prompts, GenerationConfig(), dict(model_kwargs))
-    num_prompt_tokens = cache.get_seq_length()
-    if fed.shape[1] > 0:
+    has_states_alone = states_alone(cache)
+    num_before = 0 if has_states_alone else cache.get_seq_length()
+    num_fed = 0
+    for piece in fed.split(1 if any(cache.is_linear) else max(1, fed.shape[1]), dim=1) if fed.shape[1] else ():
         # Stock takes as many off the left as the cache holds; told by the mask, and by the configuration without one.
-        input_ids = torch.nn.functional.pad(fed, (num_prompt_tokens, 0))
+        input_ids = piece if has_states_alone else torch.nn.functional.pad(piece, (num_before + num_fed, 0))
+        num_fed += piece.shape[1]
         config = GenerationConfig()
-        config._mask_length = input_ids.shape[1]
-        model._prefill(input_ids, config, _grown(model_kwargs, fed.shape[1]))
-    assert cache.get_seq_length() == num_prompt_tokens + fed.shape[1]
+        config._mask_length = num_before + num_fed
+        model._prefill(input_ids, config, _grown(model_kwargs, num_fed), is_first_iteration=False)
+    assert has_states_alone or cache.get_seq_length() == num_before + num_fed
 
 
 def _grown(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:

@@ -78,10 +78,13 @@ def _prompt_length(row: int, mask: list[bool]) -> int:
     )
 
 
-def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: Mapping[str, Any]) -> None:
+def check_inputs(
+    model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: Mapping[str, Any], *, masks_padding: bool
+) -> None:
     """Refuse whatever the model would be fed besides the rows' tokens at their own positions.
 
-    The model's own ``prepare_inputs_for_generation`` tells, as it would for stock.
+    The model's own ``prepare_inputs_for_generation`` tells, as it would for stock. masks_padding: whether stock
+    computes the same with padding as without.
     """
     # Early versions of transformers 5 count the positions in their decoding loop.
     count = getattr(model, "_get_initial_cache_position", None)
@@ -90,6 +93,7 @@ def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: M
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
     if model_kwargs.get("inputs_embeds") is not None and inputs.get("inputs_embeds") is None:
         raise refuse(f"inputs_embeds, which {type(model).__name__} does not feed its model,")
+    has_states_alone = False
     for name, value in inputs.items():
         # Multimodal models bring along what their encoders made, an empty mapping for text alone.
         if value is None or name in _INERT_INPUTS or (isinstance(value, Mapping) and not value):
@@ -97,7 +101,10 @@ def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: M
         if value is False and name not in ("input_ids", "position_ids"):
             continue
         if name in CACHE_ARGUMENTS:
-            if value.get_seq_length():
+            has_states_alone = states_alone(value)
+            if has_states_alone and value.has_previous_state():
+                raise refuse(f"{name} with states in it")
+            if not has_states_alone and value.get_seq_length():
                 raise refuse(f"{name} with {value.get_seq_length()} tokens in it")
             continue
         given = {"input_ids": input_ids, "inputs_embeds": model_kwargs.get("inputs_embeds")}.get(name)
@@ -107,18 +114,24 @@ def check_inputs(model: Any, input_ids: Tensor, rows: list[Row], model_kwargs: M
             raise refuse(f"the model input {name}")
         elif not torch.equal(value, given.to(value.device)):
             raise refuse(f"what {type(model).__name__} makes of {name}")
-    if inputs.get("position_ids") is None:
-        _refuse_padding(model, rows)
+    # What has no attention knows no positions, and the mask tells it of padding.
+    if inputs.get("position_ids") is None and not has_states_alone:
+        _refuse_padding(model, rows, "takes no position_ids, so that stock counts padding as tokens")
+    if not masks_padding:
+        _refuse_padding(model, rows, "takes padding into its recurrent states in stock")
 
 
-def _refuse_padding(model: Any, rows: list[Row]) -> None:
-    """Refuse padded rows of a model that cannot be told their positions: its own count begins with the padding."""
+def states_alone(cache: Any) -> bool:
+    """Whether ``cache`` is one of recurrent states without any keys and values, which has no length."""
+    return bool(cache.layers) and all(cache.is_linear)
+
+
+def _refuse_padding(model: Any, rows: list[Row], reason: str) -> None:
     padded = next((row for row in rows if row.num_padding), None)
     if padded is not None:
         raise refuse(
-            f"padding (row {padded.index}) for {type(model).__name__}, which takes no position_ids, so that stock "
-            "counts padding as tokens,",
-            "give rows of one length",
+            f"padding (row {padded.index}) for {type(model).__name__}, which {reason},",
+            "give rows of one length, or each row alone",
         )
 
 

@@ -30,6 +30,7 @@ _SHORTEST = 9
 # A window or chunk up to this size is crossed by the proof; a longer one is only read from its mask.
 _SMALL = 64
 _RULED_OUT = 1e30
+_NUM_PADDING = 5
 
 
 def prove(model: PreTrainedModel, twin: Twin, backend: Backend = AUTO) -> None:
@@ -63,6 +64,8 @@ def _prove_in_some_mode(model: PreTrainedModel, twin: Twin, backend: Backend) ->
             raise
         twin.state_mode = STEPPED
         _prove(model, twin, backend, sequences, expected)
+    if twin.mixers:
+        twin.masks_padding = _masks_padding(model, twin, sequences[-1], expected[-1])
 
 
 def _prove(
@@ -186,6 +189,21 @@ def _lone_logits(model: PreTrainedModel, twin: Twin, sequences: list[list[int]])
             last = run_with_cache(plain, ids[:, -1:], len(tokens) - 1, cache)
             logits.append(torch.cat([logits_of(output), logits_of(last)]))
     return logits
+
+
+def _masks_padding(model: PreTrainedModel, twin: Twin, tokens: list[int], expected: torch.Tensor) -> bool:
+    """Whether the model's own states stay as they were while it reads padding on the left, as ``generate`` gives it."""
+    plain = plain_model(model)
+    ids = torch.tensor([[tokens[0]] * _NUM_PADDING + tokens], device=twin.device)
+    mask = torch.ones_like(ids)
+    mask[:, :_NUM_PADDING] = 0
+    kwargs: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
+    if "position_ids" in inspect.signature(plain.forward).parameters:
+        kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    with _untouched(plain, twin), torch.no_grad():
+        errors = _row_errors(logits_of(plain(input_ids=ids, **kwargs))[_NUM_PADDING:], expected)
+    typical, largest = _tolerances(twin)
+    return bool(errors.median() <= typical and errors.max() <= largest)
 
 
 def _logits_of_rows(model: PreTrainedModel, twin: Twin, rows: list[list[int]]) -> list[torch.Tensor]:

@@ -137,6 +137,8 @@ class Twin:
 
         self._cache_name = next((name for name in CACHE_NAMES if name in parameters), None)
         self._reads_past = False
+        # Whether padding on a row's left changes nothing in stock; the proof tells of a model that keeps states.
+        self.masks_padding = True
 
         with torch.inference_mode():
             ids = torch.tensor(self.sample_token_ids(16), device=self.device)

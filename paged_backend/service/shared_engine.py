@@ -86,6 +86,11 @@ class SharedEngine(StaysHere):
         return self.engine.twin.vocab_size
 
     @property
+    def masks_padding(self) -> bool:
+        """Whether stock computes the same for a row however much padding stands on its left, as rows alone do here."""
+        return self.engine.twin.masks_padding
+
+    @property
     def max_model_len(self) -> int | None:
         """Most tokens of a request, prompt and output; None without a limit."""
         return self.engine.max_model_len

@@ -143,8 +143,9 @@ KIND = LayerSwap
 
 
 def _attention_in(layer: nn.Module) -> nn.Module | None:
-    """The child on which the probe hung a layer's blocks."""
-    return next((child for child in layer.children() if "paged_layer" in child.__dict__), None)
+    """The child on which the probe hung one layer's blocks."""
+    hung = (child for child in layer.children() if isinstance(child.__dict__.get("paged_layer"), Recorder))
+    return next(hung, None)
 
 
 def _check_far(layer: nn.Module, call: ModuleCall) -> None:

@@ -11,6 +11,7 @@ import torch
 from paged_backend.memory.kv_cache import KVCache, group_layers
 from paged_backend.model.batch import build_batch
 from paged_backend.model.runner import ModelRunner
+from paged_backend.model.state_spans import LoneSlots
 from paged_backend.model.twin import Twin
 
 
@@ -31,6 +32,8 @@ def stepped_logits(
     tables = np.arange(len(prompts) * width, dtype=np.int32).reshape(len(prompts), width)
     kv_cache = KVCache(twin.layers, groups, [tables.size] * len(groups), block_size)
     runner = ModelRunner(twin, kv_cache)
+    slots = LoneSlots(len(prompts))
+    runner.states.grow(slots.num_slots)
     parts: list[list[torch.Tensor]] = [[] for _ in prompts]
     done = [0] * len(prompts)
     for step in range(len(chunks) + 1):
@@ -52,6 +55,7 @@ def stepped_logits(
             [tables[decodes + prefills]] * len(groups),
             block_size,
             twin.device,
+            spans=slots.spans(decodes, prefills, [len(taken[index]) for index in prefills]),
         )
         every_row = torch.arange(batch.num_tokens, device=twin.device)
         logits = runner.forward(dataclasses.replace(batch, logits_rows=every_row))

@@ -48,7 +48,10 @@ _NUM_TOKENS = 12
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one class; ``reason`` is empty where its tokens and logits are stock's in every call."""
+    """What became of one class.
+
+    ``reason`` is empty where its tokens and logits are stock's in every call and it keeps no recurrent state.
+    """
 
     name: str
     model_types: tuple[str, ...]
@@ -87,7 +90,8 @@ def walk_class(name: str) -> Row:
             return row(REFUSED, _short(str(error)))
         with engine:
             compare(model, engine)
-        return row(EQUAL, compare_generate(model))
+            mode = engine.twin.state_mode
+        return row(EQUAL, ", ".join(filter(None, [mode and f"state {mode}", compare_generate(model)])))
 
 
 def build(name: str) -> PreTrainedModel:
@@ -113,6 +117,8 @@ def compare(model: PreTrainedModel, engine: Engine) -> None:
     with torch.no_grad():
         expected = [model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
     own_twin = Twin(model)
+    if engine.twin.state_mode:
+        own_twin.state_mode = engine.twin.state_mode
     for cuts in ([], [6, 3], [5, 1, 1, 1]):
         for prompt, got, want in zip(prompts, stepped_logits(own_twin, prompts, cuts), expected, strict=True):
             assert_close_logits(got, want, f"{len(prompt)} tokens after chunks of {cuts}", routed=_is_routed(model))
