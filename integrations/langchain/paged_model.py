@@ -147,15 +147,13 @@ class PagedModel(BaseModel):
     def from_engine(cls, engine: Any, **fields: Any) -> Self:
         """A model over an Engine, which a thread then runs for all models over it, or over a started AsyncEngine.
 
-        While such models exist, the engine itself cannot be called or closed: to end it at a moment of your own, make
-        an AsyncEngine of it, give that, and close it first.
+        The thread has the engine to itself, so that other calls of it raise EngineBusy until the last such model is
+        gone. Its owner may close it whenever none of them runs a request; they raise EngineClosed from then on.
+
+        Raises PagedClosedError for an engine that is closed.
         """
-        if not hasattr(getattr(engine, "engine", engine), "tokenizer"):
-            raise PagedInvalidRequestError(
-                f"an Engine or an AsyncEngine is wanted, got {engine!r:.200}; model='path/to/model' loads one"
-            )
         if "model" not in fields and "model_name" not in fields:
-            tokenizer = getattr(engine, "engine", engine).tokenizer
+            tokenizer = _checked_engine(engine).tokenizer
             fields["model"] = getattr(tokenizer, "name_or_path", "") or "paged"
         return cls(engine=engine, **fields)
 
@@ -300,9 +298,22 @@ def _as_handle(engine: Any, model: Any) -> EngineHandle | None:
     """The handle of a given engine, which goes by the name ``model`` from now on."""
     if engine is None or isinstance(engine, EngineHandle):
         return engine
+    _checked_engine(engine)
     handle = handle_of(engine)
     handle.name(model)
     return handle
+
+
+def _checked_engine(given: Any) -> Any:
+    """The Engine that was given, itself or in an AsyncEngine, unless it is something else or closed."""
+    engine = getattr(given, "engine", given)
+    if not hasattr(engine, "tokenizer"):
+        raise PagedInvalidRequestError(
+            f"an Engine or an AsyncEngine is wanted, got {given!r:.200}; model='path/to/model' loads one"
+        )
+    with translated():
+        engine.check_open()
+    return engine
 
 
 @cache

@@ -143,7 +143,7 @@ class Engine(Exclusive):
 
     def prepare(self, prompt: Prompt, params: Params = None, **options: Unpack[RequestOptions]) -> Request:
         """A checked request for ``enqueue``, from the arguments of ``add_request``. Any thread may call this."""
-        self._check_open()
+        self.check_open()
         return self._intake.build(prompt, params, options, self.clock())
 
     @alone
@@ -348,9 +348,16 @@ class Engine(Exclusive):
         return explain_memory(self.stats(), self.twin.layers, self.config)
 
     def close(self) -> None:
-        """End what runs with ``"abort"`` and free the cache; does nothing when the engine is closed already."""
-        if not self.is_closed:
-            self._close()
+        """End what runs with ``"abort"`` and free the cache; does nothing when the engine is closed already.
+
+        An AsyncEngine, or LangChain models over this engine, that have nothing to do end with it: they raise
+        EngineClosed from then on. While they have, this raises EngineBusy and nothing changes.
+        """
+        if self.is_closed:
+            return
+        if self.keeper is not None and not self.keeper.is_current:
+            self.keeper.leave()
+        self._close()
 
     @alone
     def _close(self) -> None:
@@ -394,7 +401,7 @@ class Engine(Exclusive):
 
     @property
     def _served(self) -> ServedModel:
-        self._check_open()
+        self.check_open()
         return self._loader.served
 
     @property
