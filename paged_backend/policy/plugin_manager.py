@@ -16,7 +16,7 @@ import pluggy
 
 from paged_backend import hookspecs
 from paged_backend.checks import describe
-from paged_backend.config import check_block_size
+from paged_backend.config import MAX_BLOCK_SIZE, check_block_size
 from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
 from paged_backend.policies import BlockSizeRule, EvictionPolicy, SchedulingPolicy
 from paged_backend.policy.entry_points import PLUGINS_VARIABLE, distribution_of, entry_points, loaded
@@ -31,6 +31,14 @@ BUILT_IN = (
 )
 TRACE_VARIABLE = "PAGED_BACKEND_TRACE_HOOKS"
 KINDS = ("scheduler", "eviction", "block_size", "attention_backend")
+# What an option may be besides a registered name.
+_OTHERWISE = {
+    "scheduler": "or give a class, an instance or 'module:attribute'",
+    "eviction": "or give a class or 'module:attribute'",
+    "block_size": f"which name rules, or give an int from 1 to {MAX_BLOCK_SIZE}, a rule (shape, device) -> int itself "
+    "or its 'module:attribute'",
+    "attention_backend": "or give 'module:attribute'",
+}
 NOTIFICATIONS = (
     "engine_started",
     "request_added",
@@ -198,16 +206,18 @@ class PluginManager:
         for impl in self._impls[name]:
             self._ask(impl, name, on_error, kwargs)
 
-    def first_opinion(self, name: str, on_error: ErrorHandler, is_valid: Callable[[Any], bool], **kwargs: Any) -> Any:
-        """The first answer that is not None, or None; one that is not valid is reported and counts as None."""
+    def first_opinion(
+        self, name: str, on_error: ErrorHandler, is_valid: Callable[[Any], bool], **kwargs: Any
+    ) -> tuple[Any, str]:
+        """The first answer that is not None, and whose; one that is not valid is reported and counts as None."""
         for impl in self._impls[name]:
             answer = self._ask(impl, name, on_error, kwargs)
             if answer is None or answer is FAILED:
                 continue
             if is_valid(answer):
-                return answer
+                return answer, _label(impl)
             on_error(_label(impl), name, f"returned {describe(answer)}, which is no answer to this hook")
-        return None
+        return None, ""
 
     def _ask(self, impl: Any, name: str, on_error: ErrorHandler, kwargs: Mapping[str, Any]) -> Any:
         self._print_call(impl, name, kwargs)
@@ -334,8 +344,7 @@ class PluginManager:
                 )
             return value
         if not callable(value):
-            article = "an" if base.__name__[0] in "AEIOU" else "a"
-            raise ConfigError(f"{kind}={describe(value)} is neither a name, a class nor {article} {base.__name__}")
+            raise ConfigError(f"{kind}={describe(value)} is no {base.__name__}; {self._allowed(kind)}")
         _check_options(kind, value, options)
         try:
             policy = value(**options)
@@ -353,11 +362,15 @@ class PluginManager:
         if ":" in name:
             return _import(kind, name)
         if name not in self._registry[kind]:
-            known = ", ".join(sorted(self._registry[kind])) or "none"
-            broken = "".join(f"; an installed plugin was left out: {info.error}" for info in self._broken)
-            raise UnknownPolicy(f"unknown {kind} {name!r}; choose one of {known}, or give 'module:attribute'{broken}")
+            raise UnknownPolicy(f"unknown {kind} {name!r}; {self._allowed(kind)}")
         value = self._registry[kind][name][0]
         return _import(kind, value) if isinstance(value, str) else value
+
+    def _allowed(self, kind: str) -> str:
+        """What may be given, for messages."""
+        known = ", ".join(sorted(self._registry[kind])) or "none"
+        broken = "".join(f"; an installed plugin was left out: {info.error}" for info in self._broken)
+        return f"choose one of {known}, {_OTHERWISE[kind]}{broken}"
 
 
 def _check_options(kind: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
