@@ -18,6 +18,7 @@ from paged_backend.config import EngineConfig
 from paged_backend.engine.choices import choose
 from paged_backend.engine.exclusive import Exclusive, alone
 from paged_backend.engine.intake import Intake, Params, Prompt, admit_by_hook, as_prompts, check_model, check_tokenizer
+from paged_backend.engine.lockstep_room import check_room
 from paged_backend.engine.model_loader import ModelLoader
 from paged_backend.engine.request_table import RequestTable
 from paged_backend.engine.scheduler import Scheduler
@@ -157,6 +158,7 @@ class Engine(Exclusive):
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
+        check_room(request, self._served)
         if self._plugins.listens("admit_request"):
             admit_by_hook(self._plugins, self._policy_errors, request, self.stats())
         self._policy_errors.raise_first()
