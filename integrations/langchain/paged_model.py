@@ -8,6 +8,7 @@ from contextlib import aclosing, closing
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
+from langchain_core.runnables import Runnable
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -186,6 +187,12 @@ class PagedModel(BaseModel):
         if not NAMES_ENGINE.isdisjoint(update):
             copied._follow()
         return copied
+
+    def bind(self, **kwargs: Any) -> Any:
+        """As every Runnable's; what the result is asked, such as a number of tokens, is told of ``model`` if given."""
+        name = kwargs.get("model") or self.model
+        bound: Any = self if name == self.model else self.model_copy(update={"model": name})
+        return Runnable.bind(bound, **kwargs)
 
     def _follow(self) -> None:
         """Look again for what is found by the model's name."""
