@@ -127,8 +127,6 @@ class EngineConfig:
                 f"attention_backend must be a name such as 'auto', got {describe(self.attention_backend)}"
             )
         for name in ("scheduler", "eviction"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"{name} must name a policy; None does not")
             if not isinstance(getattr(self, f"{name}_options"), Mapping):
                 raise ConfigError(f"{name}_options must be a mapping, got {getattr(self, f'{name}_options')!r}")
 

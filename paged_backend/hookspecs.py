@@ -65,7 +65,8 @@ def register_attention_backends(register: Register) -> None:
 def admit_request(request: RequestView, stats: EngineStats) -> bool | str | None:
     """Accept or refuse a new request; the first plugin with an opinion decides.
 
-    Return True to accept, a reason to refuse (the caller gets ``RequestRefused(reason)``), None to pass.
+    Return True to accept, a reason to refuse (the caller gets ``RequestRefused(reason)``), None to pass. False refuses
+    too, but tells the caller the plugin's name alone.
     """
 
 

@@ -53,7 +53,7 @@ class SchedulingPolicy(ABC):
         """Who gets the step's token budget first, among requests whose prompt is not computed yet.
 
         They come in order of admission; a waiting request that would begin now may stand at the end, so that it can be
-        ranked before a half-computed prompt. Default: as they come.
+        ranked before a half-computed prompt. All of them are wanted, each once. Default: as they come.
         """
         return prefilling
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
-
 from paged_backend.checks import checked_flag, checked_int, checked_number, describe
 from paged_backend.errors import ConfigError, RequestRefused
 
-LogitsProcessor = Callable[[Any, torch.Tensor], torch.Tensor]
+# Of tensors, but torch takes seconds to import, which nothing else here needs.
+LogitsProcessor = Callable[[Any, Any], Any]
 
 LOGPROBS_MODES = ("raw", "processed")
 MAX_COUNT = 2**31 - 1

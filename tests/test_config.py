@@ -36,7 +36,6 @@ from paged_backend.errors import ConfigError
         ("enable_prefix_caching", 1),
         ("strict_policies", "yes"),
         ("attention_backend", 3),
-        ("scheduler", None),
         ("scheduler_options", ["a"]),
         ("eviction_options", 3),
         ("seed", "abc"),

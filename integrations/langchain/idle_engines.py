@@ -101,8 +101,8 @@ def _close(idle: _Idle | None) -> None:
 
 def close(service: Any, *, with_engine: bool) -> None:
     """End what a service runs, and close its engine too if that is wanted."""
-    service.close(graceful=False)
-    if with_engine:
-        # Dropped by garbage collection inside of a step, the engine goes with its last reference instead.
-        with suppress(EngineClosed):
+    # Dropped by garbage collection inside of a step, both go with their last reference instead.
+    with suppress(EngineClosed):
+        service.close(graceful=False)
+        if with_engine:
             service.engine.close()

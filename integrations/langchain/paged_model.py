@@ -8,6 +8,7 @@ from contextlib import aclosing, closing
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
+from langchain_core.runnables import Runnable
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -36,7 +37,7 @@ from paged_backend.integrations.langchain.errors import (
 )
 
 if TYPE_CHECKING:
-    from paged_backend import Delta, Handle, RequestOutput
+    from paged_backend import Delta, Handle, RequestOutput, SamplingParams
 
 # Output tokens of a request that does not say; a short model or a long prompt leaves fewer.
 DEFAULT_MAX_TOKENS = 1024
@@ -48,16 +49,23 @@ SAMPLING = (
 )
 # What changes when and whether a request is served but not its output, and so takes no part in cache keys.
 SCHEDULING = ("priority", "deadline_s", "timeout", "queue_timeout_s", "client_id", "cache_salt")
+# Fields that are checked whenever they change.
+PARAMETERS = frozenset({*SAMPLING, *SCHEDULING, "logprobs", "top_logprobs", "stop", "keep_alive"})
 # Constructor arguments of models behind a service, which have no meaning here.
 IGNORED = frozenset({"api_key", "base_url", "max_retries"})
 # Fields by which the engine is found.
 NAMES_ENGINE = frozenset({"model", "engine_kwargs", "engine", "keep_alive"})
 
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class PagedModel(BaseModel):
-    """Fields shared by ChatPaged and PagedLLM; each of SAMPLING and SCHEDULING may also be given per call."""
+    """Fields shared by ChatPaged and PagedLLM; each of SAMPLING and SCHEDULING may also be given per call.
+
+    What no request could have is refused wherever it is given, with the reason: a pydantic ValidationError from the
+    constructor, PagedInvalidRequestError from an assignment, ``model_copy`` or a call.
+    """
 
     model: str = Field(alias="model_name")
     """A model folder or hub id, for ``Engine.from_pretrained``."""
@@ -65,7 +73,7 @@ class PagedModel(BaseModel):
     """Further arguments of ``Engine.from_pretrained``: the engine's options, and ``model_kwargs``."""
     engine: Any = Field(default=None, exclude=True, repr=False)
     """The shared handle on the engine, found by ``model`` and ``engine_kwargs``; it loads nothing before it is used."""
-    keep_alive: float = Field(default=KEEP_ALIVE, ge=0)
+    keep_alive: Annotated[float, Field(ge=0)] = KEEP_ALIVE
     """Seconds that a loaded engine stays for the next object when the last one is gone; 0 frees it at once. Of objects
     that share an engine, the one that was made or used last decides."""
 
@@ -97,11 +105,11 @@ class PagedModel(BaseModel):
     logits_processors: list[Callable[..., Any]] | None = Field(default=None, exclude=True, repr=False)
 
     priority: int | None = None
-    deadline_s: float | None = None
+    deadline_s: Seconds | None = None
     """Seconds by which the caller would like it done; the scheduling policy may order by it."""
-    timeout: float | None = None
+    timeout: Seconds | None = None
     """Seconds after which the request ends with ModelTimeoutError."""
-    queue_timeout_s: float | None = None
+    queue_timeout_s: Seconds | None = None
     client_id: str | None = None
     cache_salt: SecretStr | None = None
     """Only requests of the same salt share cached prefixes."""
@@ -131,6 +139,7 @@ class PagedModel(BaseModel):
 
     @model_validator(mode="after")
     def _begin_with_an_engine(self) -> Self:
+        self._check_parameters()
         self._find_engine()
         return self
 
@@ -147,21 +156,21 @@ class PagedModel(BaseModel):
     def from_engine(cls, engine: Any, **fields: Any) -> Self:
         """A model over an Engine, which a thread then runs for all models over it, or over a started AsyncEngine.
 
-        While such models exist, the engine itself cannot be called or closed: to end it at a moment of your own, make
-        an AsyncEngine of it, give that, and close it first.
+        The thread has the engine to itself, so that other calls of it raise EngineBusy until the last such model is
+        gone. Its owner may close it whenever none of them runs a request; they raise EngineClosed from then on.
+
+        Raises PagedClosedError for an engine that is closed.
         """
-        if not hasattr(getattr(engine, "engine", engine), "tokenizer"):
-            raise PagedInvalidRequestError(
-                f"an Engine or an AsyncEngine is wanted, got {engine!r:.200}; model='path/to/model' loads one"
-            )
         if "model" not in fields and "model_name" not in fields:
-            tokenizer = getattr(engine, "engine", engine).tokenizer
+            tokenizer = _checked_engine(engine).tokenizer
             fields["model"] = getattr(tokenizer, "name_or_path", "") or "paged"
         return cls(engine=engine, **fields)
 
     # Fields that change
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in PARAMETERS:
+            super().model_copy(update={name: value})._check_parameters()
         super().__setattr__(name, value)
         if name in NAMES_ENGINE:
             self._follow()
@@ -173,9 +182,17 @@ class PagedModel(BaseModel):
             if name not in type(self).model_fields:
                 raise PagedInvalidRequestError(f"unknown field {name!r}{hint(name, type(self).model_fields)}")
         copied = super().model_copy(update=update, deep=deep)
+        if not PARAMETERS.isdisjoint(update):
+            copied._check_parameters()
         if not NAMES_ENGINE.isdisjoint(update):
             copied._follow()
         return copied
+
+    def bind(self, **kwargs: Any) -> Any:
+        """As every Runnable's; what the result is asked, such as a number of tokens, is told of ``model`` if given."""
+        name = kwargs.get("model") or self.model
+        bound: Any = self if name == self.model else self.model_copy(update={"model": name})
+        return Runnable.bind(bound, **kwargs)
 
     def _follow(self) -> None:
         """Look again for what is found by the model's name."""
@@ -192,6 +209,14 @@ class PagedModel(BaseModel):
         names = (*SAMPLING, "logprobs", "top_logprobs")
         chosen = {name: kwargs[name] if kwargs.get(name) is not None else getattr(self, name) for name in names}
         return {name: self._checked(name, value) for name, value in chosen.items() if value is not None}
+
+    def _check_parameters(self) -> None:
+        """Raise PagedInvalidRequestError for a field that no request could have."""
+        for name in (*SCHEDULING, "keep_alive"):
+            self._checked(name, getattr(self, name))
+        sampling = self._sampling({})
+        sampling.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, sampling.get("min_tokens", 0)))
+        _sampling_params(sampling, self._stops(None))
 
     def _stops(self, stop: Sequence[str] | str | None) -> list[str]:
         own, more = (self._checked("stop", value) or () for value in (self.stop, stop))
@@ -229,13 +254,8 @@ class PagedModel(BaseModel):
         self, service: Any, prompt: list[int], stop: Sequence[str] | None, kwargs: Mapping[str, Any], **more: Any
     ) -> Handle:
         """Queue a prompt; ``more`` are sampling parameters that win over all others."""
-        from paged_backend import SamplingParams
-
         self._check_arguments(kwargs)
         sampling = {**self._sampling(kwargs), **more}
-        wants, count = sampling.pop("logprobs", None), sampling.pop("top_logprobs", None)
-        if wants or count:
-            sampling["logprobs"] = count or 0
         if "max_tokens" not in sampling:
             limit = service.engine.max_model_len
             room = DEFAULT_MAX_TOKENS if limit is None else min(DEFAULT_MAX_TOKENS, limit - len(prompt))
@@ -248,8 +268,8 @@ class PagedModel(BaseModel):
         options = {name: value for name, value in options.items() if value is not None}
         if isinstance(options.get("cache_salt"), SecretStr):
             options["cache_salt"] = options["cache_salt"].get_secret_value()
+        params = _sampling_params(sampling, self._stops(stop))
         with translated():
-            params = SamplingParams(stop=self._stops(stop), **sampling)
             handle: Handle = service.submit(prompt, params, **options)
         CancelScope.register(handle)
         return handle
@@ -296,18 +316,43 @@ class PagedModel(BaseModel):
         return tokenizer
 
 
+def _sampling_params(sampling: dict[str, Any], stops: list[str]) -> SamplingParams:
+    """What the fields and arguments of a model come to."""
+    from paged_backend import SamplingParams
+
+    wants, count = sampling.pop("logprobs", None), sampling.pop("top_logprobs", None)
+    if wants or count:
+        sampling["logprobs"] = count or 0
+    with translated():
+        return SamplingParams(stop=stops, **sampling)
+
+
 def _as_handle(engine: Any, model: Any) -> EngineHandle | None:
     """The handle of a given engine, which goes by the name ``model`` from now on."""
     if engine is None or isinstance(engine, EngineHandle):
         return engine
+    _checked_engine(engine)
     handle = handle_of(engine)
     handle.name(model)
     return handle
 
 
+def _checked_engine(given: Any) -> Any:
+    """The Engine that was given, itself or in an AsyncEngine, unless it is something else or closed."""
+    engine = getattr(given, "engine", given)
+    if not hasattr(engine, "tokenizer"):
+        raise PagedInvalidRequestError(
+            f"an Engine or an AsyncEngine is wanted, got {given!r:.200}; model='path/to/model' loads one"
+        )
+    with translated():
+        engine.check_open()
+    return engine
+
+
 @cache
 def _type_of(cls: type[PagedModel], name: str) -> TypeAdapter[Any]:
-    annotation: Any = cls.model_fields[name].annotation
+    field = cls.model_fields[name]
+    annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     return TypeAdapter(annotation)
 
 

@@ -74,13 +74,13 @@ app.command()(chat)
 def plugins() -> None:
     """List the policies that an engine can be given by name, each with the plugin and the distribution it came from.
 
-    An installed plugin that is broken stands there with the reason, and no engine loads it.
+    An installed plugin that is broken, or has a name that another one has, stands there with the reason.
     """
     with errors_in_words():
         from paged_backend.policy.plugin_manager import PluginManager
 
         table = Table("kind", *(Column(name, overflow="fold") for name in ("name", "plugin", "distribution")))
-        for plugin in PluginManager().describe():
+        for plugin in PluginManager(lists=True).describe():
             for kind, names in plugin.names.items():
                 for name in names:
                     table.add_row(kind, name, plugin.name, plugin.source)

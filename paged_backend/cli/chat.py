@@ -37,7 +37,10 @@ def chat(
     sampling: SamplingFlags = SamplingFlags(max_tokens=512, temperature=0.7, top_p=0.95),  # noqa: B008
     engine: EngineFlags = EngineFlags(),  # noqa: B008
 ) -> None:
-    """Talk to a model. Its answers stream; Ctrl-C cancels one and keeps the chat; /stats shows numbers."""
+    """Talk to a model. Its answers stream, and Ctrl-C cancels one and keeps the chat.
+
+    /stats shows numbers, /reset begins anew, /help names the commands, /quit or Ctrl-D leaves.
+    """
     console = Terminal(highlight=False)
     params = asdict(sampling)
     with errors_in_words():

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
 from paged_backend.cli.options import DASH, check_stream, naming
 from paged_backend.errors import ConfigError
+from paged_backend.sampling_params import SamplingParams
 
+# Options of a request, and sampling parameters, that JSON cannot write.
+OBJECTS = frozenset({"stop_condition", "lockstep", "prompt_embeds", "logits_processors"})
 # What a line of prompts may hold.
 KEYS = ("prompt", "params", "options", "id")
 
@@ -91,7 +95,8 @@ def _read(number: int, line: str) -> dict[str, Any]:
         # It takes torch along, which --help need not wait for.
         from paged_backend.request.options import RequestOptions
 
-        _check_keys(f'"options" of line {number}', prompt["options"], RequestOptions.__annotations__)
+        known = [name for name in RequestOptions.__annotations__ if name not in OBJECTS]
+        _check_keys(f'"options" of line {number}', prompt["options"], known)
     if isinstance(name := prompt.get("id"), bool) or not isinstance(name, (str, int, type(None))):
         raise ConfigError(f'"id" of line {number} must be a text or a whole number, got {name!r:.80}')
     return prompt
@@ -103,7 +108,11 @@ def _check_keys(what: str, value: Mapping[str, Any], known: Any) -> None:
 
 
 def params_from_json(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams as JSON has them, which knows texts as keys only. Raises ConfigError for no token id."""
+    """Fields of SamplingParams as JSON has them, which knows texts as keys only.
+
+    Raises ConfigError for one that there is not, or that JSON cannot write, and for a key that is no token id.
+    """
+    _check_keys('"params"', params, [f.name for f in fields(SamplingParams) if f.name not in OBJECTS])
     bias = params.get("logit_bias")
     if not isinstance(bias, Mapping):
         return dict(params)

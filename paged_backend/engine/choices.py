@@ -36,5 +36,5 @@ def choose(config: EngineConfig, plugins: PluginManager) -> Choices:
         scheduler=plugins.scheduler(config.scheduler, config.scheduler_options),
         make_eviction=plugins.eviction_factory(config.eviction, config.eviction_options),
         block_size=plugins.block_size_rule(config.block_size),
-        attention_backend=resolve(name, plugins.attention_backend(name)),
+        attention_backend=resolve(name, plugins.attention_backend(name), plugins.names("attention_backend")),
     )

@@ -18,6 +18,7 @@ from paged_backend.config import EngineConfig
 from paged_backend.engine.choices import choose
 from paged_backend.engine.exclusive import Exclusive, alone
 from paged_backend.engine.intake import Intake, Params, Prompt, admit_by_hook, as_prompts, check_model, check_tokenizer
+from paged_backend.engine.lockstep_room import check_room
 from paged_backend.engine.model_loader import ModelLoader
 from paged_backend.engine.request_table import RequestTable
 from paged_backend.engine.scheduler import Scheduler
@@ -143,7 +144,7 @@ class Engine(Exclusive):
 
     def prepare(self, prompt: Prompt, params: Params = None, **options: Unpack[RequestOptions]) -> Request:
         """A checked request for ``enqueue``, from the arguments of ``add_request``. Any thread may call this."""
-        self._check_open()
+        self.check_open()
         return self._intake.build(prompt, params, options, self.clock())
 
     @alone
@@ -157,6 +158,7 @@ class Engine(Exclusive):
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
+        check_room(request, self._served)
         if self._plugins.listens("admit_request"):
             admit_by_hook(self._plugins, self._policy_errors, request, self.stats())
         self._policy_errors.raise_first()
@@ -352,9 +354,16 @@ class Engine(Exclusive):
         return explain_memory(self.stats(), self.twin.layers, self.config)
 
     def close(self) -> None:
-        """End what runs with ``"abort"`` and free the cache; does nothing when the engine is closed already."""
-        if not self.is_closed:
-            self._close()
+        """End what runs with ``"abort"`` and free the cache; does nothing when the engine is closed already.
+
+        An AsyncEngine, or LangChain models over this engine, that have nothing to do end with it: they raise
+        EngineClosed from then on. While they have, this raises EngineBusy and nothing changes.
+        """
+        if self.is_closed:
+            return
+        if self.keeper is not None and not self.keeper.is_current:
+            self.keeper.leave()
+        self._close()
 
     @alone
     def _close(self) -> None:
@@ -398,7 +407,7 @@ class Engine(Exclusive):
 
     @property
     def _served(self) -> ServedModel:
-        self._check_open()
+        self.check_open()
         return self._loader.served
 
     @property

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from paged_backend.errors import EngineBusy, EngineClosed, NotPicklable
+
+logger = logging.getLogger("paged_backend")
+
+
+class Keeper(Protocol):
+    """A thread that alone may call."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs inside this thread."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many requests it still has."""
+
+    def leave(self) -> None:
+        """End it if it has no requests; it is not over before it has given up what it keeps."""
 
 
 class StaysHere:
@@ -28,7 +46,7 @@ class Exclusive(StaysHere):
         # The call that has the turn. A dict, since neither another thread nor Ctrl-C can divide its setdefault().
         self._turn: dict[str, _Call] = {}
         # The thread that alone may call, or None for whichever comes.
-        self.owner: int | None = None
+        self.keeper: Keeper | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -39,22 +57,30 @@ class Exclusive(StaysHere):
         self._closed = True
 
     def __enter__(self) -> Self:
-        self._check_open()
+        self.check_open()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        if not self._closed:
+    def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
+        try:
             self.close()
+        except EngineBusy as busy:
+            if error is None:
+                raise
+            # The caller's own error says more.
+            logger.warning("the engine stays open: %s", busy)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise EngineClosed once it is closed."""
         if self._closed:
             raise EngineClosed("the engine is closed; make a new one")
 
     def _take_turn(self, call: _Call) -> None:
-        if self.owner not in (None, call.thread):
+        keeper = self.keeper
+        if keeper is not None and not keeper.is_current:
             raise EngineBusy(
-                "an AsyncEngine runs this engine, and nobody else may call it until that is closed; "
-                "use the methods of the AsyncEngine"
+                "an AsyncEngine, or a LangChain model, runs this engine, and nobody else may call it meanwhile, nor "
+                f"close it before its requests are over ({keeper.num_unfinished} are unfinished): use the methods of "
+                "the AsyncEngine"
             )
         holder = self._turn.setdefault("holder", call)
         if holder is call:
@@ -85,7 +111,7 @@ def alone(method: Callable[Concatenate[Owner, Arguments], Result]) -> Callable[C
 
     @wraps(method)
     def run(self: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        self._check_open()
+        self.check_open()
         call = _Call()
         try:
             self._take_turn(call)

@@ -249,8 +249,8 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 def admit_by_hook(plugins: PluginManager, on_error: ErrorHandler, request: Request, stats: EngineStats) -> None:
     """Raise RequestRefused if a plugin refuses ``request``, with its reason."""
-    answer = plugins.first_opinion(
+    answer, plugin = plugins.first_opinion(
         "admit_request", on_error, lambda value: isinstance(value, (bool, str)), request=request.view, stats=stats
     )
     if answer is False or isinstance(answer, str):
-        raise RequestRefused(answer or "a plugin refused the request")
+        raise RequestRefused(answer or f"admit_request of plugin {plugin} refused the request, without a reason")

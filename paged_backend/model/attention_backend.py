@@ -21,8 +21,10 @@ OPERATIONS = {
 }
 
 
-def resolve(name: str, functions: Any = None) -> Backend:
+def resolve(name: str, functions: Any = None, offered: Iterable[str] = ()) -> Backend:
     """The backend of this name: one of the kernels' own or, where a plugin offers it, its ``functions`` by operation.
+
+    offered: the names that plugins offer, for the message.
 
     An operation that the plugin leaves out runs as with ``auto``. The result belongs to whoever asked: two engines may
     have two plugins' backends of one name.
@@ -33,7 +35,10 @@ def resolve(name: str, functions: Any = None) -> Backend:
     own = {backend.name: backend for backend in backends()}
     if functions is None:
         if name not in own:
-            raise UnknownPolicy(f"unknown attention_backend {name!r}; choose one of {', '.join(own)}")
+            known = ", ".join([*own, *offered])
+            raise UnknownPolicy(
+                f"unknown attention_backend {name!r}; choose one of {known}, or give 'module:attribute'"
+            )
         return own[name]
     if name in own:
         raise PluginError(f"attention backend {name!r} is built in; a plugin's needs another name")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -16,27 +17,28 @@ PLUGINS_VARIABLE = "PAGED_BACKEND_PLUGINS"
 def entry_points() -> list[tuple[EntryPoint, bool]]:
     """The installed plugins that are to be loaded, each with whether it was asked for by name.
 
-    Raises PluginError for a name that is not installed, and for one that two distributions have.
+    Raises PluginError for a name that is not installed.
     """
     limit = os.environ.get(PLUGINS_VARIABLE)
     wanted = None if limit is None else {name.strip() for name in limit.split(",") if name.strip()}
-    installed: dict[str, EntryPoint] = {}
-    clashing: dict[str, EntryPoint] = {}
-    for point in importlib.metadata.entry_points(group=PROJECT):
-        if installed.setdefault(point.name, point) is not point:
-            clashing[point.name] = point
-    if wanted is not None and (missing := sorted(wanted - installed.keys())):
+    points = list(importlib.metadata.entry_points(group=PROJECT))
+    installed = {point.name for point in points}
+    if wanted is not None and (missing := sorted(wanted - installed)):
         known = ", ".join(sorted(installed)) or "none"
         raise PluginError(f"{PLUGINS_VARIABLE} names {missing[0]!r}, which is not installed; installed: {known}")
-    chosen = [point for name, point in installed.items() if wanted is None or name in wanted]
-    for point in chosen:
-        if (other := clashing.get(point.name)) is not None:
-            both = " and ".join(f"{distribution_of(each)} ({each.value})" for each in (point, other))
-            raise PluginError(
-                f"plugin {point.name!r} is installed by both {both}; uninstall one of them, or leave the name out of "
-                f"{PLUGINS_VARIABLE}"
-            )
-    return [(point, wanted is not None) for point in chosen]
+    return [(point, wanted is not None) for point in points if wanted is None or point.name in wanted]
+
+
+def clash_of(point: EntryPoint, points: Iterable[EntryPoint]) -> str | None:
+    """What is wrong if several distributions have a plugin of this name, all of which are among ``points``."""
+    same = [each for each in points if each.name == point.name]
+    if len(same) < 2:
+        return None
+    both = " and ".join(f"{distribution_of(each)} ({each.value})" for each in same)
+    return (
+        f"plugin {point.name!r} is installed by both {both}; uninstall one of them, or leave the name out of "
+        f"{PLUGINS_VARIABLE}"
+    )
 
 
 def loaded(point: EntryPoint) -> Any:

@@ -16,10 +16,10 @@ import pluggy
 
 from paged_backend import hookspecs
 from paged_backend.checks import describe
-from paged_backend.config import check_block_size
+from paged_backend.config import MAX_BLOCK_SIZE, check_block_size
 from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
 from paged_backend.policies import BlockSizeRule, EvictionPolicy, SchedulingPolicy
-from paged_backend.policy.entry_points import PLUGINS_VARIABLE, distribution_of, entry_points, loaded
+from paged_backend.policy.entry_points import PLUGINS_VARIABLE, clash_of, distribution_of, entry_points, loaded
 from paged_backend.policy.policy_errors import FAILED, ErrorHandler, call, name_of
 
 logger = logging.getLogger("paged_backend")
@@ -31,6 +31,14 @@ BUILT_IN = (
 )
 TRACE_VARIABLE = "PAGED_BACKEND_TRACE_HOOKS"
 KINDS = ("scheduler", "eviction", "block_size", "attention_backend")
+# What an option may be besides a registered name.
+_OTHERWISE = {
+    "scheduler": "or give a class, an instance or 'module:attribute'",
+    "eviction": "or give a class or 'module:attribute'",
+    "block_size": f"which name rules, or give an int from 1 to {MAX_BLOCK_SIZE}, a rule (shape, device) -> int itself "
+    "or its 'module:attribute'",
+    "attention_backend": "or give 'module:attribute'",
+}
 NOTIFICATIONS = (
     "engine_started",
     "request_added",
@@ -51,7 +59,7 @@ class PluginInfo:
 
     source: the distribution and version it was installed with, "paged-backend" for built-in ones, or "passed by hand".
     location: the file it lives in, if it is known. hooks: those it implements. names: per kind, what it registers.
-    error: why an installed plugin was left out; None for one that is loaded.
+    error: why an installed plugin, or a name that it registers, was left out; None where all is well.
     """
 
     name: str
@@ -70,10 +78,13 @@ class PluginManager:
 
     A plugin is broken that cannot be loaded, implements no hook or an unknown one, asks for another hook version, or
     fails to register what it offers. Passed by hand or named in ``PAGED_BACKEND_PLUGINS`` it raises PluginError; one
-    that merely is installed is named in a warning and left out. Two plugins that offer one name raise PluginError.
+    that merely is installed is named in a warning and left out. Two plugins of one name, and two that offer one name,
+    raise PluginError.
+
+    lists: whatever is wrong with an installed plugin is told by ``describe`` alone, and raises nothing.
     """
 
-    def __init__(self, plugins: Sequence[Any] = (), *, load_entry_points: bool = True) -> None:
+    def __init__(self, plugins: Sequence[Any] = (), *, load_entry_points: bool = True, lists: bool = False) -> None:
         if not isinstance(plugins, Iterable) or isinstance(plugins, (str, bytes, Mapping)):
             raise ConfigError(
                 f"plugins must be a sequence of modules or objects with hooks, got {describe(plugins)}; one goes as "
@@ -84,30 +95,44 @@ class PluginManager:
         self._trace = bool(os.environ.get(TRACE_VARIABLE))
         self._sources: dict[str, str] = {}
         self._broken: list[PluginInfo] = []
+        self._lists = lists
         # Per kind, the registered names, each with what it stands for and the plugin it came from.
         self._registry: dict[str, dict[str, tuple[Any, str]]] = {kind: {} for kind in KINDS}
         version = importlib.metadata.version("paged-backend")
         for module in BUILT_IN:
             self._enter(self._register(importlib.import_module(module), module, f"paged-backend {version}"))
         if load_entry_points:
-            for point, is_wanted in entry_points():
-                self._load(point, is_wanted)
+            found = entry_points()
+            for point, is_wanted in found:
+                self._load(point, is_wanted, clash_of(point, [each for each, _ in found]))
         for plugin in plugins:
             self._enter(self._register(plugin, getattr(plugin, "__name__", None), "passed by hand"))
         self._impls = {name: self._impls_of(name) for name in (*NOTIFICATIONS, "admit_request")}
 
-    def _load(self, point: importlib.metadata.EntryPoint, is_wanted: bool) -> None:
+    def _load(self, point: importlib.metadata.EntryPoint, is_wanted: bool, clash: str | None) -> None:
         """Register an installed plugin; a broken one is left out with a warning, unless it ``is_wanted`` by name."""
         source = distribution_of(point)
         try:
+            if clash is not None:
+                raise PluginError(clash)
             offers = self._register(loaded(point), point.name, source)
         except PluginError as error:
-            if is_wanted:
-                raise
-            logger.warning("%s; the engine goes on without this plugin, which comes from %s", error, source)
-            self._broken.append(PluginInfo(point.name, source, None, (), {}, f"{error}"))
-        else:
-            self._enter(offers)
+            if not self._lists:
+                if is_wanted or clash is not None:
+                    raise
+                logger.warning("%s; the engine goes on without this plugin, which comes from %s", error, source)
+            self._leave_out(point.name, source, error)
+            return
+        for offer in offers:
+            try:
+                self._enter([offer])
+            except PluginError as error:
+                if not self._lists:
+                    raise
+                self._leave_out(point.name, source, error)
+
+    def _leave_out(self, name: str, source: str, error: PluginError) -> None:
+        self._broken.append(PluginInfo(name, source, None, (), {}, f"{error}"))
 
     def _register(self, plugin: Any, name: str | None, source: str) -> list[Offer]:
         """Take a plugin in and return what it offers; raises PluginError, and forgets it, if it is broken."""
@@ -198,16 +223,18 @@ class PluginManager:
         for impl in self._impls[name]:
             self._ask(impl, name, on_error, kwargs)
 
-    def first_opinion(self, name: str, on_error: ErrorHandler, is_valid: Callable[[Any], bool], **kwargs: Any) -> Any:
-        """The first answer that is not None, or None; one that is not valid is reported and counts as None."""
+    def first_opinion(
+        self, name: str, on_error: ErrorHandler, is_valid: Callable[[Any], bool], **kwargs: Any
+    ) -> tuple[Any, str]:
+        """The first answer that is not None, and whose; one that is not valid is reported and counts as None."""
         for impl in self._impls[name]:
             answer = self._ask(impl, name, on_error, kwargs)
             if answer is None or answer is FAILED:
                 continue
             if is_valid(answer):
-                return answer
+                return answer, _label(impl)
             on_error(_label(impl), name, f"returned {describe(answer)}, which is no answer to this hook")
-        return None
+        return None, ""
 
     def _ask(self, impl: Any, name: str, on_error: ErrorHandler, kwargs: Mapping[str, Any]) -> Any:
         self._print_call(impl, name, kwargs)
@@ -334,8 +361,7 @@ class PluginManager:
                 )
             return value
         if not callable(value):
-            article = "an" if base.__name__[0] in "AEIOU" else "a"
-            raise ConfigError(f"{kind}={describe(value)} is neither a name, a class nor {article} {base.__name__}")
+            raise ConfigError(f"{kind}={describe(value)} is no {base.__name__}; {self._allowed(kind)}")
         _check_options(kind, value, options)
         try:
             policy = value(**options)
@@ -353,11 +379,15 @@ class PluginManager:
         if ":" in name:
             return _import(kind, name)
         if name not in self._registry[kind]:
-            known = ", ".join(sorted(self._registry[kind])) or "none"
-            broken = "".join(f"; an installed plugin was left out: {info.error}" for info in self._broken)
-            raise UnknownPolicy(f"unknown {kind} {name!r}; choose one of {known}, or give 'module:attribute'{broken}")
+            raise UnknownPolicy(f"unknown {kind} {name!r}; {self._allowed(kind)}")
         value = self._registry[kind][name][0]
         return _import(kind, value) if isinstance(value, str) else value
+
+    def _allowed(self, kind: str) -> str:
+        """What may be given, for messages."""
+        known = ", ".join(sorted(self._registry[kind])) or "none"
+        broken = "".join(f"; an installed plugin was left out: {info.error}" for info in self._broken)
+        return f"choose one of {known}, {_OTHERWISE[kind]}{broken}"
 
 
 def _check_options(kind: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:

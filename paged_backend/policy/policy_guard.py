@@ -86,16 +86,18 @@ class PolicyGuard:
         """The policy's order as far as it is sound, then the rest of the waiting requests by arrival."""
         seen = set(self._lost)
         yield from list(self._lost.values())
-        if (yield from self._offered(seen, now)):
-            if len(seen) == len(self._waiting):
-                return
-            # A policy may hold requests back on purpose, but then it counts them.
-            count = self._ask("__len__")
-            if count == len(self._waiting) - len(self._lost):
-                return
-            if count is not FAILED:
-                self._report("__len__", f"returned {describe(count)}, but {len(self._waiting)} requests wait")
+        counts_all = not self._waiting or self._counts_all()
+        # A policy may hold requests back on purpose, but then it counts them.
+        if (yield from self._offered(seen, now)) and (counts_all or len(seen) == len(self._waiting)):
+            return
         yield from (request for request in self.by_arrival() if request.view not in seen)
+
+    def _counts_all(self) -> bool:
+        """Whether the policy has as many requests as it should have."""
+        count, expected = self._ask("__len__"), len(self._waiting) - len(self._lost)
+        if count not in (expected, FAILED):
+            self._report("__len__", f"returned {describe(count)}, but {expected} requests that it was given wait")
+        return bool(count == expected)
 
     def by_arrival(self) -> Generator[Request]:
         """The built-in order."""
@@ -132,7 +134,7 @@ class PolicyGuard:
         return self._waiting.get(view) if type(view) is RequestView else None
 
     def rank_prefills(self, prefilling: Sequence[Request], now: float) -> list[Request]:
-        """The order in which these requests get the token budget; those that the policy leaves out come last."""
+        """The order in which these requests get the token budget."""
         if not self.ranks_prefills or len(prefilling) < 2:
             return list(prefilling)
         requests = {request.view: request for request in prefilling}
@@ -140,10 +142,11 @@ class PolicyGuard:
         if answer is None:
             return list(prefilling)
         ranked = {view: requests[view] for view in answer if type(view) is RequestView and view in requests}
-        if len(ranked) != len(answer):
-            self._report("rank_prefills", f"returned {describe(answer)}, not an order of the requests it was given")
+        if not len(ranked) == len(answer) == len(requests):
+            what = f"returned {describe(answer)}, not an order of the {len(requests)} requests it was given, each once"
+            self._report("rank_prefills", what)
             return list(prefilling)
-        return list({**ranked, **requests}.values())
+        return list(ranked.values())
 
     def victim(self, running: Sequence[Request], now: float) -> Request:
         """Who of ``running`` gives up its blocks."""

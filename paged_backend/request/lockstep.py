@@ -16,7 +16,8 @@ class Lockstep(ABC):
 
     For what sees a whole batch. The same object goes to ``Engine.add_request`` for every member. A member that comes to
     its next token ahead of the others is held, until all that are unfinished have come so far. They must be able to run
-    at the same time (``Engine.runs_at_once``), or they would hold each other back for ever.
+    at the same time (``Engine.runs_at_once``). A member with which they never could is refused; those before it go on
+    without it, unless they are aborted.
     """
 
     def __init__(self) -> None:

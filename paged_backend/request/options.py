@@ -66,6 +66,8 @@ def request_fields(options: Mapping[str, Any], now: float) -> dict[str, Any]:
         fields["priority"] = checked_int("priority", fields.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
     except ConfigError as error:
         raise RequestRefused(f"{error}; the smallest goes first") from None
+    if fields.get("request_id") == "":
+        raise RequestRefused("request_id must not be empty; leave it out, and the request gets a number")
     condition = fields.get("stop_condition")
     if condition is not None and not callable(condition):
         raise RequestRefused(f"stop_condition must be called with a Request, or be None, got {describe(condition)}")

@@ -76,10 +76,7 @@ class Sampler:
             self._sample_apart(logits, requests, others[start : start + group], tokens, logprobs)
         for row, token in enumerate(tokens):
             if token == -1:
-                tokens[row] = SamplingFailed(
-                    f"no token can be chosen for request {requests[row].request_id!r}: its "
-                    f"{'processed scores' if requests[row].params.changes_logits else 'logits'} hold NaN or only -inf"
-                )
+                tokens[row] = _no_token(requests[row], logits[row : row + 1])
         return Sampled(tokens, logprobs)
 
     def _sample_apart(
@@ -154,6 +151,21 @@ class Sampler:
                 stream_key(0, seed, index) if seed is not None else stream_key(1, self.seed, request.order, index)
             )
         return uniform(state.stream, request.num_output_tokens)
+
+
+def _no_token(request: Request, logits: Tensor) -> SamplingFailed:
+    """Why a request got none, by its logits ([1, V]) as the model gave them."""
+    changed = request.params.changes_logits or request.lockstep is not None
+    if changed and first_argmax(logits).item() != -1:
+        what = "processed scores hold NaN or only -inf, and the model's logits do not"
+        fix = "its logits_processors, logit_bias, bad_words and min_tokens must leave a token that can be chosen"
+    else:
+        what = f"logits, {logits.dtype} as the model computes them, hold NaN or only -inf"
+        fix = (
+            "look for NaN among the model's weights; where float16 overflows, at 65504, load it with "
+            "dtype=torch.bfloat16 or torch.float32"
+        )
+    return SamplingFailed(f"no token can be chosen for request {request.request_id!r}: its {what}; {fix}")
 
 
 def _top_logprobs(logprobs: Tensor, token: int, count: int) -> dict[int, float]:

@@ -30,10 +30,13 @@ class AsyncEngine(StaysHere):
 
     ``with AsyncEngine(engine) as service`` does the same for threads. All methods may be called from any thread.
     Nothing polls: without work the thread sleeps. While the service runs the engine is its own; use it through here.
-    Leaving the block waits for what was submitted, or aborts it when an exception leaves the block.
+    Leaving the block waits for what was submitted, or aborts it when an exception leaves the block. An engine that is
+    closed is refused with EngineClosed; closing it while nothing is unfinished here ends the service too.
 
-    Processors, stop conditions and hooks run in the engine's thread. One that raises fails its request alone. If a step
-    itself raises, the thread ends, every caller gets EngineFailed with the cause, and ``start()`` begins anew.
+    Processors, stop conditions, hooks and callbacks run in the engine's thread. They may submit and cancel; pausing and
+    closing, which would be everybody's, raise EngineBusy there, and so does waiting. One that raises fails its request
+    alone. If a step itself raises, the thread ends, every caller gets EngineFailed with the cause, and ``start()``
+    begins anew.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -41,6 +44,7 @@ class AsyncEngine(StaysHere):
             raise ConfigError(
                 f"AsyncEngine takes an Engine, got a {type(engine).__name__}; make one with Engine(model, tokenizer)"
             )
+        engine.check_open()
         self.engine = engine
         self._thread: EngineThread | None = None
         self._pid = os.getpid()
@@ -107,12 +111,11 @@ class AsyncEngine(StaysHere):
         """Start the thread, if none runs: at first, after ``close`` (whose end it waits for), and after a failure."""
         if os.getpid() != self._pid:
             raise EngineClosed("an engine does not survive a fork; make it in the process that uses it")
-        if self.engine.is_closed:
-            raise EngineClosed("the engine is closed; make a new one")
         if self._thread is not None:
             if not self._thread.is_closing:
                 return self
             self._thread.join()
+        self.engine.check_open()
         self._thread = EngineThread(self.engine)
         # A service that is dropped without being closed finishes what was submitted; its thread ends then.
         weakref.finalize(self, self._thread.close, graceful=True).atexit = False
@@ -126,9 +129,8 @@ class AsyncEngine(StaysHere):
         thread = self._thread
         if thread is None:
             return
+        thread.check_outside()
         thread.close(graceful=graceful)
-        if thread.is_current:
-            return
         try:
             if not thread.join(timeout_s if graceful else None):
                 thread.close(graceful=False)
@@ -144,6 +146,7 @@ class AsyncEngine(StaysHere):
         thread = self._thread
         if thread is None:
             return
+        thread.check_outside()
         thread.close(graceful=graceful)
         try:
             await asyncio.wrap_future(thread.ended)

@@ -39,7 +39,7 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine) -> None:
-        if engine.owner is not None:
+        if engine.keeper is not None:
             raise EngineBusy("another AsyncEngine runs this engine; close that one first, or submit to it")
         self.engine = engine
         # Its put() takes no lock that could be held already, so that finalizers may call it.
@@ -58,12 +58,12 @@ class EngineThread:
         self._ident: int | None = None
         self._thread = threading.Thread(target=self._run, name="paged-backend-engine", daemon=True)
         _engine_threads.add(self)
-        # No thread's until this one runs, so that no call slips in before.
-        engine.owner = 0
+        # Before the thread runs, so that no call slips in.
+        engine.keeper = self
         try:
             self._thread.start()
         except BaseException:
-            engine.owner = None
+            engine.keeper = None
             raise
 
     # For any thread
@@ -84,6 +84,7 @@ class EngineThread:
 
     def check_open(self) -> None:
         """Raise EngineClosed, or EngineFailed with the cause, if nothing more can be submitted."""
+        self.engine.check_open()
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._is_closing:
@@ -121,12 +122,22 @@ class EngineThread:
         result: Result = command.future.result()
         return result
 
+    def check_outside(self) -> None:
+        """Raise EngineBusy if the caller runs inside this thread, and so may neither stop it nor wait for it."""
+        if self.is_current:
+            raise EngineBusy(
+                "what runs inside the engine's thread, such as a hook, a processor or a callback, must not pause or "
+                "close the service, whose requests are everybody's; do it from another thread"
+            )
+
     def pause(self) -> None:
         """Run no further step; returns when none is running. Requests wait; their time limits go on."""
+        self.check_outside()
         self.call(partial(self._set_paused, True))
 
     def resume(self) -> None:
         """Take the steps up again."""
+        self.check_outside()
         self.call(partial(self._set_paused, False))
 
     def close(self, *, graceful: bool) -> None:
@@ -134,10 +145,18 @@ class EngineThread:
         # Without the lock, since a finalizer may call this; the thread itself sets the states.
         self._inbox.put(partial(self._close, at_once=not graceful))
 
+    def leave(self) -> None:
+        """End without having anything to do, and wait for that; does nothing if there is an unfinished request."""
+        with self._lock:
+            if self._tickets:
+                return
+            self._is_closing = True
+        self.close(graceful=True)
+        self.join()
+
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the thread's end; False if it did not come within ``timeout`` seconds."""
-        if self.is_current:
-            raise EngineClosed("what runs inside the engine's thread must not wait for its end")
+        self.check_outside()
         # Not on the thread itself: once interrupted, Python 3.11 takes a thread that runs for one that ended.
         try:
             self.ended.result(timeout)
@@ -149,7 +168,7 @@ class EngineThread:
     # For the thread alone
 
     def _run(self) -> None:
-        self._ident = self.engine.owner = threading.get_ident()
+        self._ident = threading.get_ident()
         failure: BaseException | None = None
         try:
             self._take_settings()
@@ -267,7 +286,7 @@ class EngineThread:
                 logger.exception("the engine could not be tidied up")
         self._tickets.clear()
         # Another thread may be given the same one now.
-        self._ident = self.engine.owner = None
+        self._ident = self.engine.keeper = None
         self.ended.set_result(None)
 
     def _tell_all(self, error: EngineClosed) -> None:
@@ -283,7 +302,7 @@ class EngineThread:
         for ticket in self._tickets.values():
             ticket.fail(self._error, Wakes())
         self._tickets.clear()
-        self.engine.owner = None
+        self.engine.keeper = None
         self.ended = _uncancellable()
         self.ended.set_result(None)
 

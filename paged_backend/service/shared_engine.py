@@ -32,6 +32,7 @@ class SharedEngine(StaysHere):
             raise ConfigError(
                 f"SharedEngine takes an Engine, got a {type(engine).__name__}; make one with Engine(model, tokenizer)"
             )
+        engine.check_open()
         self.engine = engine
         # Guards everything below. The engine itself belongs to the leader, who calls it without the lock.
         self._lock = threading.Lock()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from paged_backend.errors import DeadlineExceeded, EngineClosed
+from paged_backend.errors import DeadlineExceeded, EngineBusy
 from paged_backend.outputs import RequestOutput
 from paged_backend.request.request import Request
 
@@ -116,8 +116,7 @@ def sleep_until(
 
     Raises DeadlineExceeded after ``timeout`` seconds. Interrupted by anything else, it cancels the request.
     """
-    if ticket.engine_thread.is_current:
-        raise EngineClosed("the engine is in the middle of a step; what runs inside a step must not wait for it")
+    _check_outside(ticket)
     bell = threading.Lock()
     bell.acquire()
     waiters.append(bell.release)
@@ -137,6 +136,7 @@ async def await_until(ticket: Ticket, waiters: deque[Waiter], is_there: Callable
 
     Cancelled, it cancels the request.
     """
+    _check_outside(ticket)
     future = asyncio.get_running_loop().create_future()
     waiters.append(future)
     try:
@@ -145,6 +145,11 @@ async def await_until(ticket: Ticket, waiters: deque[Waiter], is_there: Callable
     except BaseException:
         ticket.cancel()
         raise
+
+
+def _check_outside(ticket: Ticket) -> None:
+    if ticket.engine_thread.is_current:
+        raise EngineBusy("the engine is in the middle of a step; what runs inside a step must not wait for it")
 
 
 def call_at_end(ticket: Ticket, function: Callable[[], object]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paged_backend.cli.app import app
+from paged_backend.errors import PluginError
 from paged_backend.policy.plugin_manager import KINDS, PluginManager
 
 PLUGIN = """
@@ -95,20 +96,32 @@ def test_plugins_shows_which_hooks_a_plugin_without_policies_has(
 def test_a_plugin_that_cannot_be_loaded_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_distribution(tmp_path, monkeypatch, "raise ImportError('no such thing')")
     reason = "plugin 'backwards-plugin' (backwards) cannot be loaded: ImportError('no such thing')"
-    monkeypatch.setenv("PAGED_BACKEND_PLUGINS", "backwards-plugin")
-    result = invoke("plugins")
-    assert result.exit_code == 2
-    assert f"error: {reason}" in result.output
-    assert "Traceback" not in result.output
-    # Nobody asked for it by name, so the others are listed, and it with what is wrong with it.
-    monkeypatch.delenv("PAGED_BACKEND_PLUGINS")
+    # Asked for by name or not, the others are listed, and it with what is wrong with it.
+    for wanted in ("backwards-plugin", None):
+        if wanted is None:
+            monkeypatch.delenv("PAGED_BACKEND_PLUGINS")
+        else:
+            monkeypatch.setenv("PAGED_BACKEND_PLUGINS", wanted)
+        result = CliRunner(env={"COLUMNS": "400", "TERM": "dumb"}).invoke(app, ["plugins"])
+        assert result.exit_code == 0
+        (row,) = [line for line in result.stdout.splitlines() if "broken" in line]
+        kind, why, plugin, source = (cell.strip() for cell in row.split("│")[1:5])
+        assert (kind, plugin, source) == ("broken", "backwards-plugin", "backwards-policies 1.2")
+        assert why.startswith(reason)
+        assert "fifo" in result.stdout
+
+
+def test_plugins_lists_all_where_two_plugins_offer_one_name_and_other_commands_tell_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_distribution(tmp_path, monkeypatch, PLUGIN.replace('"backwards"', '"fifo"'))
     result = CliRunner(env={"COLUMNS": "400", "TERM": "dumb"}).invoke(app, ["plugins"])
     assert result.exit_code == 0
     (row,) = [line for line in result.stdout.splitlines() if "broken" in line]
-    kind, why, plugin, source = (cell.strip() for cell in row.split("│")[1:5])
-    assert (kind, plugin, source) == ("broken", "backwards-plugin", "backwards-policies 1.2")
-    assert why.startswith(reason)
+    assert "scheduler 'fifo' is registered by both paged_backend.plugins.schedulers and backwards-plugin" in row
     assert "starvation_aware" in result.stdout
+    with pytest.raises(PluginError, match="scheduler 'fifo' is registered by both"):
+        PluginManager()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -149,6 +150,13 @@ def test_reset_forgets_and_help_is_no_question(folder, asked):
     result = chat(folder, ["hello", "/reset", "/help", "", "again", "/quit", "never"], "--max-tokens", "3")
     assert result.exit_code == 0
     assert asked == ["user: hello\nassistant:", "user: again\nassistant:"]
+
+
+def test_the_help_of_the_command_names_every_command_of_the_chat():
+    text = " ".join(CliRunner().invoke(app, ["chat", "--help"]).output.split())
+    commands = re.findall(r'case "(/\w+)"', inspect.getsource(Conversation.run))
+    assert commands == ["/quit", "/stats", "/reset", "/help"]
+    assert all(command in text for command in [*commands, "Ctrl-C", "Ctrl-D"])
 
 
 def test_lines_that_begin_as_a_command_does_but_are_none_are_said(folder, asked):

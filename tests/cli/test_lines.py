@@ -30,6 +30,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
             '{"prompt": "a", "options": {"prompt": 1}}',
             "\"options\" of line 1 has the unknown key 'prompt'; it may have",
         ),
+        (
+            '{"prompt": "a", "options": {"lockstep": 1}}',
+            "'lockstep'; it may have request_id, priority, deadline_s, timeout_s, queue_timeout_s, client_id, "
+            "cache_salt, metadata\n",
+        ),
     ],
 )
 def test_json_lines_that_cannot_be_used_are_refused(folder, line, message):
@@ -75,6 +80,16 @@ def test_a_key_of_logit_bias_that_is_no_token_id_fails_its_prompt_alone(folder, 
     result = generate(folder, "--jsonl", stdin="\n".join(map(json.dumps, lines)))
     rows = records(result.stdout)
     assert rows[0]["error"].startswith('logit_bias must map token ids to numbers, as in {"42": -1.5}, got the key')
+    assert "text" in rows[1]
+
+
+@pytest.mark.parametrize("key", ["max_token", "logits_processors"])
+def test_a_parameter_that_a_line_cannot_have_fails_its_prompt_alone_and_what_it_can_have_is_listed(folder, key):
+    lines = [{"prompt": "a", "params": {key: [1]}}, {"prompt": "b"}]
+    result = generate(folder, "--jsonl", stdin="\n".join(map(json.dumps, lines)))
+    rows = records(result.stdout)
+    assert rows[0]["error"].startswith(f"\"params\" has the unknown key '{key}'; it may have max_tokens, ")
+    assert rows[0]["error"].endswith("grammar")
     assert "text" in rows[1]
 
 

@@ -93,6 +93,7 @@ BAD_OPTIONS = [
     ("priority", None, "must be an int"),
     ("request_id", 5, "must be a text"),
     ("request_id", ["a"], "must be a text"),
+    ("request_id", "", "must not be empty; leave it out"),
     ("client_id", {}, "must be a text"),
     ("cache_salt", 3, "must be a text"),
     ("stop_condition", 5, "must be called with a Request"),

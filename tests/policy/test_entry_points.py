@@ -123,6 +123,24 @@ def test_a_policy_name_that_two_installed_plugins_offer_names_both(installed, mo
         PluginManager()
 
 
+def test_a_list_of_plugins_has_those_that_clash_too_with_the_reason(installed, monkeypatch, caplog):
+    twin = ModuleType("twin_plugin")
+    twin.register_schedulers = hookimpl(lambda register: [register("good", Fifo), register("own", Fifo)])
+    monkeypatch.setitem(sys.modules, "twin_plugin", twin)
+    installed[1] = entry_point("twin", "twin_plugin")
+    installed += [entry_point("mine", "good_plugin", "first"), entry_point("mine", "other_plugin", "second")]
+    manager = PluginManager(lists=True)
+    assert {"good": "good", "own": "twin"}.items() <= manager.names("scheduler").items()
+    broken = [(info.name, info.source, info.error) for info in manager.describe() if info.error is not None]
+    assert [(name, source) for name, source, _ in broken] == [
+        ("twin", "unknown"),
+        ("mine", "first 1.0"),
+        ("mine", "second 1.0"),
+    ]
+    assert broken[0][2].startswith("scheduler 'good' is registered by both good and twin")
+    assert broken[1][2].startswith("plugin 'mine' is installed by both first 1.0 (good_plugin) and second 1.0")
+
+
 def test_one_plugin_under_two_names_is_loaded_once(installed, caplog):
     installed[1] = entry_point("again", "good_plugin")
     assert PluginManager().names("scheduler")["good"] == "good"

@@ -54,6 +54,14 @@ def test_unknown_name_lists_the_known_ones(manager):
         manager.scheduler("deadlien", {})
     with pytest.raises(UnknownPolicy, match="lru"):
         manager.eviction_factory("lur", {})()
+    with pytest.raises(
+        ConfigError, match=r"eviction=5 is no EvictionPolicy; choose one of fifo, .* or give a class or"
+    ):
+        manager.eviction_factory(5, {})
+    with pytest.raises(
+        UnknownPolicy, match="'16'; choose one of auto, which name rules, or give an int from 1 to 4096"
+    ):
+        manager.block_size_rule("16")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,12 @@ def test_unknown_name_lists_the_known_ones(manager):
         ("fifo", {"speed": 3}, "speed"),
         ("deadline", {"share": 7}, "share"),
         (lambda: object(), {}, "no SchedulingPolicy"),
-        (5, {}, "neither a name"),
+        (
+            5,
+            {},
+            "scheduler=5 is no SchedulingPolicy; choose one of deadline, .*window, or give a class, an instance or",
+        ),
+        (None, {}, "scheduler=None is no SchedulingPolicy; choose one of deadline"),
         (Fifo(), {"victim": "newest"}, "cannot be given with an instance"),
     ],
 )
@@ -165,7 +178,7 @@ def test_an_option_that_a_policy_does_not_take_lists_those_it_takes(manager):
         manager.scheduler("fair", {"wieghts": {}})
     with pytest.raises(ConfigError, match="Lru has no option 'protected'; choose from none"):
         manager.eviction_factory("lru", {"protected": 0.5})()
-    with pytest.raises(ConfigError, match="nor an EvictionPolicy"):
+    with pytest.raises(ConfigError, match="is no EvictionPolicy; choose one of"):
         manager.eviction_factory(5, {})()
 
 
@@ -266,12 +279,12 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [(False, "a plugin refused"), ("no more than 3 tokens", "no more than 3")]
+    ("answer", "reason"), [(False, "of plugin mine refused"), ("no more than 3 tokens", "no more than 3")]
 )
 def test_admission_hook_refuses_with_its_reason(model, answer, reason):
-    engine = Engine(
-        model, plugins=[plugin(admit_request=lambda request: answer if request.num_prompt_tokens > 3 else None)]
-    )
+    mine = plugin(admit_request=lambda request: answer if request.num_prompt_tokens > 3 else None)
+    mine.__name__ = "mine"
+    engine = Engine(model, plugins=[mine])
     engine.add_request([5, 6, 7])
     with pytest.raises(RequestRefused, match=reason):
         engine.add_request([5, 6, 7, 8])

@@ -85,11 +85,25 @@ def test_policy_is_closed_when_the_engine_has_enough():
     assert closed == [5.0]
 
 
-def test_prefills_left_out_of_a_ranking_come_last():
+@pytest.mark.parametrize("kept", [slice(2, None), slice(0)], ids=["two", "none"])
+def test_a_ranking_that_leaves_prefills_out_is_reported_and_not_followed(kept):
     requests = make_requests(4)
-    guard, errors = guard_of(hostile(rank_prefills=lambda self, some, now: some[2:]))
-    assert [r.order for r in guard.rank_prefills(requests, 0.0)] == [2, 3, 0, 1]
-    assert errors == []
+    guard, errors = guard_of(hostile(rank_prefills=lambda self, some, now: some[kept]))
+    assert guard.rank_prefills(requests, 0.0) == requests
+    ((method, error),) = errors
+    assert method == "rank_prefills"
+    assert "not an order of the 4 requests it was given" in error
+
+
+@pytest.mark.parametrize("count", [-1, 2, 4, "3", None])
+def test_a_wrong_count_is_reported_though_all_are_offered_and_they_keep_their_order(count):
+    requests = make_requests(3)
+    policy = hostile(candidates=lambda self, now: [r.view for r in reversed(requests)], __len__=lambda self: count)
+    guard, errors = guard_of(policy, requests)
+    assert list(guard.candidates(0.0)) == requests[::-1]
+    assert [(method, error.split(",")[1]) for method, error in errors] == [
+        ("__len__", " but 3 requests that it was given wait")
+    ]
 
 
 def test_policy_that_does_not_rank_or_listen_is_not_asked():

@@ -128,8 +128,8 @@ def test_what_a_processor_raises_is_its_own_requests_result_alone() -> None:
         (lambda input_ids, scores: scores[0], r"shape \(1, 30\), got \(30,\)"),
         (lambda input_ids, scores: scores[:, :-1], r"got \(1, 29\)"),
         (lambda input_ids, scores: None, "got NoneType"),
-        (lambda input_ids, scores: scores * math.nan, "hold NaN or only -inf"),
-        (lambda input_ids, scores: torch.full_like(scores, -math.inf), "hold NaN or only -inf"),
+        (lambda input_ids, scores: scores * math.nan, "hold NaN or only -inf, and the model's logits do not"),
+        (lambda input_ids, scores: torch.full_like(scores, -math.inf), "its logits_processors, .* must leave a token"),
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

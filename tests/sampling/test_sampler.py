@@ -295,6 +295,7 @@ def test_unusable_logits_fail_their_own_request_alone(params: SamplingParams, sp
     tokens = Sampler([EOS], seed=0).sample(logits, make_requests([params] * 3)).tokens
     assert isinstance(tokens[1], SamplingFailed)
     assert "request '1'" in str(tokens[1])
+    assert "look for NaN among the model's weights" in str(tokens[1])
     assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
 
 

@@ -531,12 +531,46 @@ def test_while_a_service_runs_nobody_else_may_call_its_engine(llama, engine):
     (prompt,) = draw_prompts([6])
     with AsyncEngine(engine) as service:
         handle = service.submit(prompt, greedy(8))
-        for call in (engine.step, engine.close, lambda: engine.add_request(prompt), lambda: engine.generate([prompt])):
+        for call in (engine.step, lambda: engine.add_request(prompt), lambda: engine.generate([prompt])):
             with pytest.raises(EngineBusy, match="use the methods of the AsyncEngine"):
                 call()
     expected = stock_greedy(llama, prompt, 8)
     for output in (handle.result(), engine.generate([prompt], greedy(8))[0]):
         assert_greedy(llama, prompt, output.token_ids, expected)
+
+
+def test_an_engine_whose_service_has_requests_cannot_be_closed_and_they_go_on(held, steps):
+    handle = held.submit([5, 6], greedy(3))
+    steps.wait()
+    with pytest.raises(EngineBusy, match=r"before its requests are over \(1 are unfinished\)"):
+        held.engine.close()
+    steps.free()
+    assert handle.result(PATIENCE_S).finish_reason == "length"
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_engine_whose_service_has_nothing_to_do_is_closed_with_it(engine, paused):
+    service = AsyncEngine(engine).start()
+    service.submit([5, 6], greedy(3)).result(PATIENCE_S)
+    if paused:
+        service.pause()
+    wait_until(lambda: service.num_unfinished == 0)
+    engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("paged-backend")]
+    for call in (lambda: service.submit([5]), service.start, service.stats, service.pause):
+        with pytest.raises(EngineClosed, match="the engine is closed; make a new one"):
+            call()
+    service.close()
+
+
+def test_leaving_the_block_of_a_busy_engine_hides_no_error(held, steps, caplog):
+    handle = held.submit([5, 6], greedy(3))
+    steps.wait()
+    with pytest.raises(ZeroDivisionError, match="mine"), held.engine:
+        raise ZeroDivisionError("mine")
+    assert "the engine stays open: an AsyncEngine" in caplog.text
+    steps.free()
+    assert handle.result(PATIENCE_S).finish_reason == "length"
 
 
 def test_a_second_service_of_the_same_engine_is_refused_and_the_first_goes_on(llama, engine):
@@ -629,6 +663,8 @@ def test_a_closed_service_takes_nothing_until_it_is_started_again(engine):
     engine.close()
     with pytest.raises(EngineClosed, match="make a new one"):
         service.start()
+    with pytest.raises(EngineClosed, match="make a new one"):
+        AsyncEngine(engine)
 
 
 def test_what_is_on_its_way_when_a_service_closes_at_once_is_aborted(held, steps):

@@ -26,8 +26,9 @@ from tiny_models import make_tiny
 from paged_backend import AsyncEngine, Engine
 from paged_backend.errors import (
     DeadlineExceeded,
-    EngineClosed,
+    EngineBusy,
     EngineFailed,
+    RequestFailed,
 )
 
 
@@ -222,17 +223,61 @@ def test_closing_a_paused_service_finishes_its_requests(engine):
     assert handle.result().finish_reason == "length"
 
 
+async def awaited(handle):
+    await handle
+
+
 def test_waiting_for_a_request_inside_a_step_is_refused_and_submitting_is_not(engine):
     submitted = []
 
     def nested(request):
         if not submitted:
             submitted.append(service.submit([9, 8], greedy(2)))
-            with pytest.raises(EngineClosed, match="in the middle of a step"):
-                submitted[0].result()
+            for wait in (submitted[0].result, lambda: asyncio.run(awaited(submitted[0]))):
+                with pytest.raises(EngineBusy, match="in the middle of a step"):
+                    wait()
         return False
 
     with AsyncEngine(engine) as service:
         handle = service.submit([5, 6], greedy(3), stop_condition=nested)
         assert handle.result(PATIENCE_S).finish_reason == "length"
         assert len(submitted[0].result(PATIENCE_S).token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        lambda service: service.close(),
+        lambda service: service.close(graceful=False),
+        lambda service: asyncio.run(service.aclose()),
+        lambda service: service.pause(),
+    ],
+    ids=["close", "close at once", "aclose", "pause"],
+)
+def test_a_request_that_would_stop_the_service_for_all_gets_an_error_and_nobody_notices(engine, stop):
+    def processor(input_ids, scores):
+        stop(service)
+        return scores
+
+    with AsyncEngine(engine) as service:
+        other = service.submit([5, 6, 7], greedy(12))
+        bad = service.submit([8, 9], greedy(12, logits_processors=[processor]))
+        with pytest.raises(RequestFailed, match="must not pause or close the service") as raised:
+            bad.result(PATIENCE_S)
+        assert isinstance(raised.value.__cause__, EngineBusy)
+        assert other.result(PATIENCE_S).finish_reason == "length"
+        assert service.submit([5, 6], greedy(3)).result(PATIENCE_S).finish_reason == "length"
+
+
+def test_a_callback_may_not_close_the_service_either(engine, caplog):
+    with AsyncEngine(engine) as service:
+        called = threading.Event()
+
+        def close(handle):
+            called.set()
+            service.close()
+
+        service.submit([5, 6], greedy(3)).add_done_callback(close)
+        assert called.wait(PATIENCE_S)
+        assert service.submit([5, 6], greedy(3)).result(PATIENCE_S).finish_reason == "length"
+    assert "must not pause or close the service" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.exceptions import ModelInvalidRequestError
 from langchain_core.globals import set_llm_cache
 from langchain_core.load import dumpd
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 from scripted_engine import ScriptedService
 
 from paged_backend.integrations.langchain import ChatPaged, PagedLLM
@@ -80,6 +81,40 @@ def test_spellings_of_one_value_share_a_cached_answer(service: ScriptedService, 
     model.invoke("x", logit_bias={"70": 5})
     model.invoke("x", logit_bias={70: 5.0})
     assert len(service.prompts) == before + 1
+
+
+# Impossible values
+
+IMPOSSIBLE = [
+    ("temperature", -1.0, "temperature must be a number from 0 to 100000, got -1.0"),
+    ("top_p", 0.0, "top_p must be above 0, got 0; temperature=0 is greedy"),
+    ("max_tokens", 0, "max_tokens must be an int from 1 to 2147483647, got 0"),
+    ("n", 0, "n must be an int from 1 to 16384, got 0"),
+    ("min_tokens", 99, "min_tokens=99 is above max_tokens=12; lower it"),
+    ("top_logprobs", -1, "logprobs must be an int from 0 to 2147483647, got -1"),
+    ("stop", [""], "stop must be a text or a sequence of texts, none of them empty, got ''"),
+    ("timeout", 0.0, "greater than 0"),
+    ("deadline_s", float("inf"), "finite number"),
+    ("keep_alive", -1.0, "greater than or equal to 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), IMPOSSIBLE, ids=[name for name, *_ in IMPOSSIBLE])
+def test_what_no_request_could_have_is_refused_where_it_is_given(
+    model: Model, name: str, value: Any, message: str
+) -> None:
+    before = getattr(model, name)
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        type(model)(model="x", **{"max_tokens": 12, name: value})
+    with pytest.raises(ModelInvalidRequestError, match=re.escape(message)):
+        setattr(model, name, value)
+    assert getattr(model, name) == before
+    with pytest.raises(ModelInvalidRequestError, match=re.escape(message)):
+        model.model_copy(update={name: value})
+
+
+def test_many_first_tokens_need_no_larger_limit() -> None:
+    assert PagedLLM(model="x", min_tokens=5000).min_tokens == 5000
 
 
 # Hints

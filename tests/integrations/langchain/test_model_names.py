@@ -79,6 +79,17 @@ def test_prompts_are_counted_for_the_model_that_is_named(first: str, other: str)
     assert chat.get_num_tokens_from_messages(messages) != expected
 
 
+def test_what_a_bound_name_is_asked_is_told_of_that_model(first: str, other: str) -> None:
+    messages, expected = [HumanMessage(TEXT)], ChatPaged(model=other)
+    chat = ChatPaged(model=first, **FIELDS)
+    bound = chat.bind(model=other, temperature=0.0)
+    assert bound.get_num_tokens_from_messages(messages) == expected.get_num_tokens_from_messages(messages)
+    assert bound.profile == expected.profile
+    assert bound.invoke(messages).response_metadata["model_name"] == other
+    assert chat.model == first
+    assert PagedLLM(model=first).bind(model=other).get_num_tokens(TEXT) == PagedLLM(model=other).get_num_tokens(TEXT)
+
+
 def test_several_conversations_name_the_model_that_answered(first: str, other: str) -> None:
     conversations = [[HumanMessage(TEXT)], [HumanMessage("x")]]
     result = ChatPaged(model=first, **FIELDS).generate(conversations, model=other)
