@@ -1,0 +1,131 @@
+"""The recurrent operations on a CPU, against transformers' own functions and a copy of the same bytes, in one run.
+
+    taskset -c 1 python kernels/bench/bench_state.py [--threads 1] [--dtype bfloat16] [--rounds 7]
+
+Every call takes the pool of another layer, so that no state is still in a cache, and every row medians of rounds in
+which all are called in turn. Bytes are those of the states, once read and once written. --tiny shrinks all, for a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from measure import against, markdown
+from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+
+from paged_backend.kernels import gated_delta_update, selective_state_update
+
+HEADER = ["state", "ms", "GB/s", "of a copy", "to the reference", "to transformers"]
+# Sequences, value heads, key heads, key and value dim; sequences, heads, groups, dims of a head and of its state.
+GATED_DELTA = [(32, 16, 16, 128, 128), (8, 32, 16, 128, 128), (1, 16, 16, 128, 128), (1, 32, 16, 128, 128)]
+SELECTIVE = [(32, 64, 1, 64, 128), (8, 24, 1, 64, 256), (1, 64, 1, 64, 128), (1, 128, 8, 64, 128)]
+TINY_GATED_DELTA, TINY_SELECTIVE = [(2, 4, 2, 16, 16)], [(2, 4, 2, 16, 16)]
+# Of the pools of all layers together, many times what caches hold.
+_POOL_BYTES = 384 << 20
+
+# Calls of one operation, by who runs it, each with the pool, and the slots that are read and written.
+Calls = dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]]
+
+
+def gated_delta_calls(batch: int, heads: int, key_heads: int, key_dim: int, value_dim: int, dtype) -> Calls:
+    """One token of Gated DeltaNet."""
+    query, key = torch.randn(2, batch, key_heads, key_dim).to(dtype)
+    value = torch.randn(batch, heads, value_dim).to(dtype)
+    g, beta = -torch.rand(batch, heads), torch.rand(batch, heads).to(dtype)
+
+    def ours(backend: str, state, slots_in, slots_out):
+        tensors = (query, key, value, g, beta, state, slots_in, slots_out)
+        return gated_delta_update(*tensors, normalises=True, backend=backend)
+
+    def theirs(state, slots_in, slots_out):
+        token = [tensor[:, None] for tensor in (query, key, value, g, beta)]
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        # Their states lie by themselves, in the order of the batch.
+        return torch_recurrent_gated_delta_rule(*token, initial_state=state[:batch], **options)
+
+    return {"copy": _copy, "cpu": partial(ours, "cpu"), "reference": partial(ours, "reference"), "theirs": theirs}
+
+
+def selective_calls(batch: int, heads: int, groups: int, head_dim: int, state_dim: int, dtype) -> Calls:
+    """One token of Mamba-2."""
+    x, dt = torch.randn(batch, heads, head_dim).to(dtype), torch.randn(batch, heads).to(dtype)
+    B, C = torch.randn(2, batch, groups, state_dim).to(dtype)
+    A, D, dt_bias = -torch.rand(heads), torch.rand(heads), torch.rand(heads)
+
+    def ours(backend: str, state, slots_in, slots_out):
+        tensors = (state, x, dt, A, B, C, D, None, dt_bias, slots_in, slots_out)
+        return selective_state_update(*tensors, softplus=True, backend=backend)
+
+    def theirs(state, slots_in, slots_out):
+        by_dim = [tensor[..., None].expand(*tensor.shape, head_dim) for tensor in (dt, A, D, dt_bias)]
+        dts, rates, skips, biases = by_dim
+        rates = rates[..., None].expand(-1, -1, state_dim)
+        options = {"dt_bias": biases, "dt_softplus": True}
+        return mamba2_selective_state_update(state[:batch], x, dts, rates, B, C, skips, **options)
+
+    return {"copy": _copy, "cpu": partial(ours, "cpu"), "reference": partial(ours, "reference"), "theirs": theirs}
+
+
+def _copy(state: torch.Tensor, slots_in: torch.Tensor, slots_out: torch.Tensor) -> None:
+    half = len(slots_in)
+    state[half : 2 * half].copy_(state[:half])
+
+
+def measure(name: str, calls: Calls, shape: Sequence[int], rounds: int) -> list[str]:
+    """A row of the table: medians of rounds, in each of which every call runs once on every pool."""
+    batch = shape[0]
+    state_bytes = 4 * torch.Size(shape).numel()
+    layers = max(1, min(_POOL_BYTES // (2 * state_bytes), 64))
+    pools = [torch.randn(2 * batch, *shape[1:]) for _ in range(layers)]
+    slots = torch.randperm(2 * batch)
+    here, there = slots[:batch].contiguous(), slots[batch:].contiguous()
+    times: dict[str, list[float]] = {who: [] for who in calls}
+    for number in range(rounds + 1):
+        for who, call in calls.items():
+            start = time.perf_counter()
+            for pool in pools:
+                call(pool, here, there)
+            if number:
+                times[who].append((time.perf_counter() - start) / layers)
+        here, there = there, here
+    copied, ours, reference, theirs = (statistics.median(times[who]) for who in ("copy", "cpu", "reference", "theirs"))
+    return [
+        f"{name}, {' x '.join(map(str, shape))}",
+        f"{ours * 1e3:.3f}",
+        f"{2 * state_bytes / ours / 1e9:.1f}",
+        f"{copied / ours:.0%}",
+        against(ours, reference),
+        against(ours, theirs),
+    ]
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    print(f"torch {torch.__version__}, {args.threads} thread(s), {args.dtype}\n")
+    rows = []
+    for batch, heads, key_heads, *dims in TINY_GATED_DELTA if args.tiny else GATED_DELTA:
+        calls = gated_delta_calls(batch, heads, key_heads, *dims, dtype)
+        rows.append(measure("gated_delta_update", calls, (batch, heads, *dims), args.rounds))
+    for batch, heads, groups, *dims in TINY_SELECTIVE if args.tiny else SELECTIVE:
+        calls = selective_calls(batch, heads, groups, *dims, dtype)
+        rows.append(measure("selective_state_update", calls, (batch, heads, *dims), args.rounds))
+    print(markdown(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()
