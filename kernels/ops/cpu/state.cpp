@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 
 #include <cmath>
-#include <type_traits>
 #include <vector>
 
 namespace paged {
@@ -11,8 +10,6 @@ namespace {
 
 // Elements of state worth a thread of their own.
 constexpr int64_t kGrain = 1 << 14;
-// Rows of a state that are computed together, so that what belongs to its columns is loaded once for all of them.
-constexpr int kRows = 4;
 // Elements of state that are asked for before they are needed: a page, at which the processor's own foresight ends.
 constexpr int64_t kAhead = 1024;
 
@@ -40,12 +37,22 @@ float squares(const float* x, int64_t dim) {
   return sum(total);
 }
 
-// Calls function(first, count) for all rows, kRows at a time and then one by one; count is a constant.
+// Rows of a state that are computed together, so that what belongs to its columns is loaded once for all of them: two
+// neighbours in each half of the state, which memory reads and writes faster than four in one place or in four.
+template <int Count>
+struct Rows {
+  static constexpr int count = Count;
+  int64_t first, apart;
+
+  int64_t operator[](int r) const { return first + r + r / 2 * apart; }
+};
+
+// Calls function(rows) for all of them, by four and what is left one by one.
 template <class Function>
-PAGED_INLINE void for_row_blocks(int64_t rows, Function&& function) {
-  int64_t row = 0;
-  for (; row + kRows <= rows; row += kRows) function(row, std::integral_constant<int, kRows>{});
-  for (; row < rows; ++row) function(row, std::integral_constant<int, 1>{});
+PAGED_INLINE void for_row_blocks(int64_t num_rows, Function&& function) {
+  const int64_t blocks = num_rows / 4;
+  for (int64_t block = 0; block < blocks; ++block) function(Rows<4>{2 * block, 2 * blocks - 2});
+  for (int64_t row = 4 * blocks; row < num_rows; ++row) function(Rows<1>{row, 0});
 }
 
 // Calls function(seq, head, from, to, next, put) for every head of every sequence: where its state is read and written,
@@ -92,10 +99,10 @@ void gated_delta_update(const Heads& query, const Heads& key, const Heads& value
     const int64_t place = seq * states.num_heads + head;
     const float decay = std::exp(g[place]), rate = beta[place];
 
-    for_row_blocks(rows, [&](int64_t row, auto count) {
+    for_row_blocks(rows, [&](auto row) {
       for_vectors(columns, [&](int64_t i, auto load, auto store) {
         F sum = load(recalled + i);
-        PAGED_UNROLL for (int r = 0; r < count; ++r) sum += load(from + (row + r) * columns + i) * k[row + r];
+        PAGED_UNROLL for (int r = 0; r < row.count; ++r) sum += load(from + row[r] * columns + i) * k[row[r]];
         store(recalled + i, sum);
       });
     });
@@ -103,15 +110,15 @@ void gated_delta_update(const Heads& query, const Heads& key, const Heads& value
       store(v + i, (load(v + i) - load(recalled + i) * decay) * rate);
     });
     // The state comes from the second-level cache now, while memory brings the next.
-    for_row_blocks(rows, [&](int64_t row, auto count) {
+    for_row_blocks(rows, [&](auto row) {
       for_vectors(columns, [&](int64_t i, auto load, auto store) {
         const F correction = load(v + i);
         F sum = load(out + i);
-        PAGED_UNROLL for (int r = 0; r < count; ++r) {
-          const int64_t at = (row + r) * columns + i;
+        PAGED_UNROLL for (int r = 0; r < row.count; ++r) {
+          const int64_t at = row[r] * columns + i;
           if (next) __builtin_prefetch(next + at, 0, 2);
-          const F updated = load(from + at) * decay + correction * k[row + r];
-          sum += updated * q[row + r];
+          const F updated = load(from + at) * decay + correction * k[row[r]];
+          sum += updated * q[row[r]];
           put(to + at, updated, store);
         }
         store(out + i, sum);
@@ -135,19 +142,19 @@ void selective_state_update(const Selection& token, const States& states, void* 
     if (token.softplus && step <= 20.f) step = std::log1p(std::exp(step));
     const float decay = std::exp(step * token.A[head]);
 
-    for_row_blocks(rows, [&](int64_t row, auto count) {
-      F sums[kRows] = {};
+    for_row_blocks(rows, [&](auto row) {
+      F sums[row.count] = {};
       for_vectors(columns, [&](int64_t i, auto load, auto store) {
         const F b = load(B + i), c = load(C + i);
-        PAGED_UNROLL for (int r = 0; r < count; ++r) {
-          const int64_t at = (row + r) * columns + i;
+        PAGED_UNROLL for (int r = 0; r < row.count; ++r) {
+          const int64_t at = row[r] * columns + i;
           __builtin_prefetch(from + at + kAhead, 0, 2);
-          const F updated = load(from + at) * decay + b * (step * x[row + r]);
+          const F updated = load(from + at) * decay + b * (step * x[row[r]]);
           sums[r] += updated * c;
           put(to + at, updated, store);
         }
       });
-      for (int r = 0; r < count; ++r) out[row + r] = sum(sums[r]);
+      for (int r = 0; r < row.count; ++r) out[row[r]] = sum(sums[r]);
     });
     if (token.z.data) read(token.z, seq, head, rows, z);
     for_vectors(rows, [&](int64_t i, auto load, auto store) {
