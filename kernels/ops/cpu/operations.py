@@ -1,4 +1,4 @@
-"""The backend "cpu" of the operations on a paged cache: C++ where it serves, the reference elsewhere."""
+"""The backend "cpu" of the operations: C++ where it serves, the reference elsewhere."""
 
 from __future__ import annotations
 
