@@ -28,9 +28,11 @@ from paged_backend.kernels import (
     MaskRule,
     add_rms_norm,
     decode_attention,
+    gated_delta_update,
     prefill_attention,
     rms_norm,
     rotary_store_kv,
+    selective_state_update,
     silu_mul,
     store_kv,
 )
@@ -120,6 +122,24 @@ def small_operations(device: torch.device, copied: float, num_tokens: int) -> It
         ]
 
 
+def state_operations(device: torch.device, copied: float, num_seqs: int, dim: int) -> Iterator[list[str]]:
+    """Bytes per second of the states that a step of decodes reads and writes, in models of eight key heads."""
+    states = torch.zeros(2 * num_seqs, 16, dim, dim, device=device)
+    here, there = torch.randperm(2 * num_seqs, device=device).view(2, num_seqs)
+    query, key = torch.randn(2, num_seqs, 8, dim, device=device).to(torch.bfloat16)
+    value, z = torch.randn(2, num_seqs, 16, dim, device=device).to(torch.bfloat16)
+    numbers, heads = -torch.rand(num_seqs, 16, device=device), -torch.rand(16, device=device)
+    delta = (query, key, value, numbers, -numbers, states, here, there)
+    selective = (states, value, numbers, heads, query, key, heads, z, heads, here, there)
+    for name, call in (
+        ("gated_delta_update", lambda: gated_delta_update(*delta, normalises=True, backend="triton")),
+        ("selective_state_update", lambda: selective_state_update(*selective, softplus=True, backend="triton")),
+    ):
+        taken = seconds(call, device)
+        moved = states.nbytes / taken
+        yield [f"{name}, {num_seqs} x {dim}", f"{taken * 1e6:.1f}", f"{moved / 1e9:.0f}", f"{moved / copied:.0%}"]
+
+
 def tilings(shape: Shape, device: torch.device, candidates: list[Tiles]) -> Iterator[list[str]]:
     """How each tiling does on a shape, to choose from."""
     phase = "decode" if shape.query_len == 1 else "prefill"
@@ -177,6 +197,8 @@ def main() -> None:
     report.table(bench_prefill.HEADER, rows(bench_prefill, prefills, multiplied))
     header = ["tokens in bfloat16", "us", "GB/s", "of a copy"]
     report.table(header, small_operations(device, copied, num_tokens=5 if tiny else 16384))
+    header = ["states of 16 heads", "us", "GB/s", "of a copy"]
+    report.table(header, state_operations(device, copied, *((1, 16) if tiny else (256, 128))))
     header = ["decode tiles", *bench_decode.HEADER[:4]]
     report.table(header, tilings(decodes[0], device, DECODE_TILES[:1] if tiny else DECODE_TILES))
     header = ["prefill tiles", *bench_prefill.HEADER[:4]]

@@ -19,10 +19,12 @@ from paged_backend.kernels import (
     Sequences,
     add_rms_norm,
     decode_attention,
+    gated_delta_update,
     gelu_mul,
     prefill_attention,
     rms_norm,
     rotary_store_kv,
+    selective_state_update,
     silu_mul,
     store_kv,
 )
@@ -100,6 +102,21 @@ def small_operations(dtype: torch.dtype, cache_dtype: torch.dtype) -> Iterator[C
         yield functools.partial(gelu_mul, hidden, hidden, approximate=approximate, backend="triton")
 
 
+def state_operations(dtype: torch.dtype, largest: bool) -> Iterator[Callable[[], object]]:
+    """Calls of what updates recurrent states, of the sizes that models have or of the largest that are foreseen."""
+    dim, state_dim = (256, 256) if largest else (128, 128)
+    slots = torch.arange(4)
+    query, key, value = torch.zeros(3, 4, 2, dim, dtype=dtype)
+    numbers = torch.zeros(4, 2)
+    delta = (query, key, value, numbers, numbers.to(dtype), torch.zeros(8, 2, dim, dim), slots, slots + 4)
+    yield functools.partial(gated_delta_update, *delta, normalises=True, backend="triton")
+    x, heads = torch.zeros(4, 2, 64, dtype=dtype), torch.zeros(2, dtype=dtype)
+    B = torch.zeros(4, 1, state_dim, dtype=dtype)
+    steps = (x, numbers.to(dtype), heads.float(), B, B, heads, x, heads)
+    state = torch.zeros(8, 2, 64, state_dim)
+    yield functools.partial(selective_state_update, state, *steps, slots, slots + 4, softplus=True, backend="triton")
+
+
 def check(architecture: str, call: Callable[[], object]) -> None:
     compiled = compile_launches(architecture, call)
     assert compiled
@@ -125,6 +142,14 @@ def test_attention_compiles_without_spills_and_fits(architecture, phase, feature
 @pytest.mark.parametrize("architecture", TUNED)
 def test_everything_else_compiles_without_spills_and_fits(architecture):
     for call in small_operations(torch.bfloat16, torch.bfloat16):
+        check(architecture, call)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "largest"), list(zip(TUNED, itertools.cycle([False, True]), strict=False)), ids=str
+)
+def test_updates_of_states_compile_without_spills_and_fit(architecture, largest):
+    for call in state_operations(torch.bfloat16, largest):
         check(architecture, call)
 
 

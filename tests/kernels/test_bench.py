@@ -51,3 +51,6 @@ def test_the_report_holds_every_table_and_finds_the_kernels_right(tmp_path):
     assert [row[0].split(",")[0] for row in columns(report, "tokens in bfloat16")] == [
         "store_kv", "rotary_store_kv", "rms_norm", "add_rms_norm", "silu_mul",
     ]  # fmt: skip
+    assert [row[0].split(",")[0] for row in columns(report, "states of 16 heads")] == [
+        "gated_delta_update", "selective_state_update",
+    ]  # fmt: skip

@@ -10,8 +10,10 @@ import sys
 import pytest
 import torch
 from kernel_cases import assert_attention_close, make_case, oracle
+from state_cases import check_update, expect_gated_delta, expect_selective, make_gated_delta, make_selective
 
-from paged_backend.kernels.cpu import loader, rule_arguments
+from paged_backend.kernels import gated_delta_update, selective_state_update
+from paged_backend.kernels.cpu import BACKEND, loader, operations, rule_arguments
 
 _ATTEND = """
 import warnings
@@ -98,8 +100,8 @@ def levels_below() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", levels_below())
-def test_what_older_processors_run_equals_the_oracle_too(level):
-    operations = loader.load(level)
+def test_what_older_processors_run_equals_the_oracle_too(monkeypatch, level):
+    library = loader.load(level)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for options in ({}, {"window": 20}, {"chunk": 24, "sinks": True}, {"softcap": 3.0, "group": 5}):
             options = {"group": 3, "dtype": dtype, "key_dim": 40, **options}
@@ -109,9 +111,24 @@ def test_what_older_processors_run_equals_the_oracle_too(level):
                 starts = [] if case is decode else [case.cu_seqlens_q]
                 tensors = (case.query, case.key_cache, case.value_cache, case.block_tables, *starts, case.context_lens)
                 rule = rule_arguments(case.prefill_arguments[-1])
-                assert_attention_close(getattr(operations, operation)(*tensors, *rule), oracle(case))
+                assert_attention_close(getattr(library, operation)(*tensors, *rule), oracle(case))
         weight, x = torch.randn(70, 40).to(dtype), torch.randn(27, 40).to(dtype)
         panels = torch.nn.functional.pad(weight, (0, 0, 0, 26)).view(3, 32, 40).transpose(1, 2).contiguous()
-        product = operations.linear(x, panels, None, None, 70, 0)
+        product = library.linear(x, panels, None, None, 70, 0)
         torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=2e-2)
-        assert operations.first_argmax(weight).tolist() == weight.argmax(-1).tolist()
+        assert library.first_argmax(weight).tolist() == weight.argmax(-1).tolist()
+        monkeypatch.setattr(operations, "library", lambda: library)
+        for dims in ((48, 48), (7, 33)):
+            delta, selective = make_gated_delta(dims=dims, dtype=dtype), make_selective(dims=dims, dtype=dtype)
+            check_update(
+                lambda delta=delta: gated_delta_update(*delta, normalises=True, backend=BACKEND),
+                delta,
+                expect_gated_delta(delta, True),
+                dtype,
+            )
+            check_update(
+                lambda selective=selective: selective_state_update(*selective, softplus=True, backend=BACKEND),
+                selective,
+                expect_selective(selective, True),
+                dtype,
+            )

@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import assert_attention_close, make_case, oracle
+from state_cases import make_gated_delta, make_selective
 
-from paged_backend.kernels import cpu, decode_attention, prefill_attention
+from paged_backend.kernels import (
+    cpu,
+    decode_attention,
+    gated_delta_update,
+    prefill_attention,
+    selective_state_update,
+)
 
 
 @pytest.fixture(params=[1, 2, 3, 7])
@@ -42,6 +49,19 @@ def test_products_are_the_same_for_any_number_of_threads(threads):
     for rows in (1, 9, 700):
         x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
         torch.testing.assert_close(packed(x), x @ weight.T, atol=1e-4, rtol=1e-4)
+
+
+def test_states_are_the_same_to_the_bit_for_any_number_of_threads(threads):
+    for run, make, options in (
+        (gated_delta_update, make_gated_delta, {"normalises": True}),
+        (selective_state_update, make_selective, {"softplus": True}),
+    ):
+        case, alone = make(5, dims=(32, 96)), make(5, dims=(32, 96))
+        result = run(*case, **options, backend="cpu")
+        torch.set_num_threads(1)
+        expected = run(*alone, **options, backend="cpu")
+        torch.set_num_threads(threads)
+        torch.testing.assert_close((result, case.state), (expected, alone.state), atol=0, rtol=0, equal_nan=True)
 
 
 _COUNT_THREADS = """

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import pytest
-from kernel_mutants import Mutant, check_decode, check_prefill, check_store, mutated
+from kernel_mutants import (
+    Mutant,
+    check_decode,
+    check_gated_delta,
+    check_prefill,
+    check_selective,
+    check_store,
+    mutated,
+)
 
 from paged_backend.kernels.triton import support as triton_support
 
-CHECKS = {"decode": check_decode, "prefill": check_prefill, "store": check_store}
+CHECKS = {
+    "decode": check_decode,
+    "gated delta": check_gated_delta,
+    "prefill": check_prefill,
+    "selective": check_selective,
+    "store": check_store,
+}
 
 REFERENCE = {
     "window a key wide": (
@@ -36,6 +50,41 @@ REFERENCE = {
     ),
     "padding stored": ("store", Mutant("store_kv", "if slot_mapping.lt(0).any()", "if False")),
     "int8 truncated": ("store", Mutant("store_kv", "scaled.round() if", "scaled if")),
+    "lengths kept": ("gated delta", Mutant("gated_delta_update", "    if normalises:\n", "    if False:\n")),
+    "nothing added to lengths": ("gated delta", Mutant("gated_delta_update", " + EPSILON", "")),
+    "query not scaled": ("gated delta", Mutant("gated_delta_update", " * query.shape[-1] ** -0.5", "")),
+    "key heads in turn": (
+        "gated delta",
+        Mutant("gated_delta_update", "key.repeat_interleave(group, 1)", "key.repeat(1, group, 1)"),
+    ),
+    "delta not decayed": ("gated delta", Mutant("gated_delta_update", " * g.float().exp()[..., None, None]", "")),
+    "recalled before decay": (
+        "gated delta",
+        Mutant("gated_delta_update", "-2) @ decayed", "-2) @ state[slots_in].float()"),
+    ),
+    "beta left out": ("gated delta", Mutant("gated_delta_update", " * beta.float()[..., None, None]", "")),
+    "query asked too early": ("gated delta", Mutant("gated_delta_update", "(row @ updated)", "(row @ decayed)")),
+    "delta written over what is read": (
+        "gated delta",
+        Mutant("gated_delta_update", "state[slots_out] =", "state[slots_in] ="),
+    ),
+    "no softplus": ("selective", Mutant("selective_state_update", "    if softplus:\n", "    if False:\n")),
+    "no bias of the step": ("selective", Mutant("selective_state_update", " + dt_bias.float()", "")),
+    "groups in turn": (
+        "selective",
+        Mutant("selective_state_update", "B.float().repeat_interleave(group, 1)", "B.float().repeat(1, group, 1)"),
+    ),
+    "selection not decayed": ("selective", Mutant("selective_state_update", " * decay + ", " + ")),
+    "read before the token": (
+        "selective",
+        Mutant("selective_state_update", "(updated @ column)", "(state[slots_in].float() @ column)"),
+    ),
+    "token not passed on": ("selective", Mutant("selective_state_update", " + D.float()[:, None] * x.float()", "")),
+    "no gate": ("selective", Mutant("selective_state_update", "if z is not None:", "if False:")),
+    "selection written over what is read": (
+        "selective",
+        Mutant("selective_state_update", "state[slots_out] =", "state[slots_in] ="),
+    ),
 }
 TRITON = {
     "window a key wide": ("decode", Mutant("triton/attention", "position - span + 1", "position - span")),
@@ -118,6 +167,63 @@ TRITON = {
         Mutant("triton/cache", "tl.where(magnitude < (121 << 23), subnormal, normal)", "normal"),
     ),
     "float8 ties up": ("store", Mutant("triton/cache", "0x7FFFF + ((magnitude >> 20) & 1)", "0x80000")),
+    "lengths kept": ("gated delta", Mutant("triton/gated_delta_update", "if NORMALISES:", "if False:")),
+    "nothing added to lengths": (
+        "gated delta",
+        Mutant("triton/gated_delta_update", "query * query, 0) + epsilon", "query * query, 0)"),
+    ),
+    "query not scaled": ("gated delta", Mutant("triton/gated_delta_update", " * (KEY_DIM**-0.5)", "")),
+    "key heads in turn": (
+        "gated delta",
+        Mutant("triton/gated_delta_update", "head // group * stride_key_head", "head % 2 * stride_key_head"),
+    ),
+    "delta not decayed": (
+        "gated delta",
+        Mutant("triton/gated_delta_update", "state *= tl.exp(tl.load(g_ptr + place).to(tl.float32))", "pass"),
+    ),
+    "beta left out": (
+        "gated delta",
+        Mutant("triton/gated_delta_update", " * tl.load(beta_ptr + place).to(tl.float32)", ""),
+    ),
+    "a key's end of another head": (
+        "gated delta",
+        Mutant("triton/gated_delta_update", "query_ptr + rows, mask=rows_held", "query_ptr + rows, mask=rows >= 0"),
+    ),
+    "states of other heads written": (
+        "gated delta",
+        Mutant(
+            "triton/gated_delta_update", "slot + elements, state, mask=held", "slot + elements, state, mask=held | True"
+        ),
+    ),
+    "delta written over what is read": (
+        "gated delta",
+        Mutant("triton/gated_delta_update", "tl.load(slots_out_ptr + sequence)", "tl.load(slots_in_ptr + sequence)"),
+    ),
+    "no softplus": ("selective", Mutant("triton/selective_state_update", "if SOFTPLUS:", "if False:")),
+    "small steps rounded": ("selective", Mutant("triton/selective_state_update", "x < 0.5", "x < 0.0")),
+    "no bias of the step": (
+        "selective",
+        Mutant("triton/selective_state_update", " + tl.load(dt_bias_ptr + head).to(tl.float32)", ""),
+    ),
+    "groups in turn": (
+        "selective",
+        Mutant("triton/selective_state_update", "head // group * stride_b_group", "head % 2 * stride_b_group"),
+    ),
+    "selection not decayed": (
+        "selective",
+        Mutant("triton/selective_state_update", "state * tl.exp(step * tl.load(a_ptr + head).to(tl.float32))", "state"),
+    ),
+    "token not passed on": (
+        "selective",
+        Mutant("triton/selective_state_update", " + tl.load(d_ptr + head).to(tl.float32) * x", ""),
+    ),
+    "no gate": ("selective", Mutant("triton/selective_state_update", "if HAS_Z:", "if False:")),
+    "selection written over what is read": (
+        "selective",
+        Mutant(
+            "triton/selective_state_update", "tl.load(slots_out_ptr + sequence)", "tl.load(slots_in_ptr + sequence)"
+        ),
+    ),
 }
 MUTANTS = TRITON if triton_support.interpreted else REFERENCE
 

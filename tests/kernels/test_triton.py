@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from kernel_cases import assert_attention_close, make_case, oracle
+from state_cases import make_gated_delta, make_selective
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_backend.kernels import (
@@ -19,9 +20,11 @@ from paged_backend.kernels import (
     Sequences,
     add_rms_norm,
     decode_attention,
+    gated_delta_update,
     prefill_attention,
     rms_norm,
     rotary_store_kv,
+    selective_state_update,
     silu_mul,
     store_kv,
 )
@@ -131,6 +134,8 @@ def make_operations() -> dict[str, tuple]:
         "rms_norm": (rms_norm, (hidden, weight), {"eps": 1e-6}),
         "add_rms_norm": (add_rms_norm, (hidden, hidden, weight), {"eps": 1e-6}),
         "silu_mul": (silu_mul, (hidden, hidden), {}),
+        "gated_delta": (gated_delta_update, tuple(make_gated_delta()), {"normalises": True}),
+        "selective": (selective_state_update, tuple(make_selective()), {"softplus": True}),
     }
 
 

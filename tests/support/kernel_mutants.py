@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from kernel_cases import assert_attention_close, make_case, oracle
+from state_cases import check_update, expect_gated_delta, expect_selective, make_gated_delta, make_selective
 
 from paged_backend.kernels import dispatch
 
@@ -124,3 +125,25 @@ def check_store(load: Callable[[str], Any], backend: str) -> None:
                         expected_scale[slot // 4, :, slot % 4] = factor
             torch.testing.assert_close(cache.float(), expected.float(), rtol=0, atol=0)
             torch.testing.assert_close(scale, expected_scale)
+
+
+def check_gated_delta(load: Callable[[str], Any], backend: str) -> None:
+    """The same for gated_delta_update, against transformers."""
+    run = load("gated_delta_update").gated_delta_update
+    for normalises in (True, False):
+        case = make_gated_delta()
+        options = {"normalises": normalises, "backend": _backend(load, backend)}
+        check_update(
+            lambda case=case, options=options: run(*case, **options), case, expect_gated_delta(case, normalises)
+        )
+
+
+def check_selective(load: Callable[[str], Any], backend: str) -> None:
+    """The same for selective_state_update, with steps as they come and with tiny ones of tokens that are large."""
+    run = load("selective_state_update").selective_state_update
+    for shift, size, softplus in ((-12, 1e5, True), (0, 1, False)):
+        case = make_selective()
+        dt = case.dt.abs() * (-1 if softplus else 1) + shift
+        case = case._replace(x=case.x * size, dt=dt, dt_bias=case.dt_bias.abs())
+        options = {"softplus": softplus, "backend": _backend(load, backend)}
+        check_update(lambda case=case, options=options: run(*case, **options), case, expect_selective(case, softplus))

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "product.h"
+#include "state.h"
 
 namespace paged {
 namespace {
@@ -134,6 +135,38 @@ Tensor first_argmax(const Tensor& scores) {
   return result;
 }
 
+States states_of(const Tensor& state, const Tensor& slots_in, const Tensor& slots_out) {
+  TORCH_CHECK_VALUE(state.slice(0, 0, 1).is_contiguous(), "the elements of a slot must be consecutive");
+  TORCH_CHECK_VALUE(slots_in.is_contiguous() && slots_out.is_contiguous(), "slots must be contiguous");
+  return {state.data_ptr<float>(), state.stride(0), state.size(1), state.size(2), state.size(3),
+          slots_in.const_data_ptr<int64_t>(), slots_out.const_data_ptr<int64_t>(), slots_in.size(0)};
+}
+
+Tensor gated_delta_update(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
+                          const Tensor& beta, const Tensor& state, const Tensor& slots_in, const Tensor& slots_out,
+                          double epsilon, bool normalises) {
+  TORCH_CHECK_VALUE(g.is_contiguous() && beta.is_contiguous(), "g and beta must be contiguous");
+  Tensor result = at::empty(value.sizes(), value.options());
+  gated_delta_update(heads_of(query), heads_of(key), heads_of(value), key.size(1), g.const_data_ptr<float>(),
+                     beta.const_data_ptr<float>(), epsilon, normalises, states_of(state, slots_in, slots_out),
+                     result.data_ptr());
+  return result;
+}
+
+Tensor selective_state_update(const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
+                              const Tensor& C, const Tensor& D, const Optional& z, const Tensor& dt_bias,
+                              const Tensor& slots_in, const Tensor& slots_out, bool softplus) {
+  for (const Tensor& tensor : {dt, A, D, dt_bias}) {
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), "dt, A, D and dt_bias must be contiguous");
+  }
+  Tensor result = at::empty(x.sizes(), x.options());
+  const Selection token{heads_of(x), heads_of(B), heads_of(C), z ? heads_of(*z) : Heads{}, B.size(1),
+                        dt.const_data_ptr<float>(), dt_bias.const_data_ptr<float>(), A.const_data_ptr<float>(),
+                        D.const_data_ptr<float>(), softplus};
+  selective_state_update(token, states_of(state, slots_in, slots_out), result.data_ptr());
+  return result;
+}
+
 // One decoder layer over the packed tokens of a step, its keys and values stored on the way.
 //
 // norms: of the input, of the attention's result, before and after the MLP, of queries, of keys; float32 or absent.
@@ -218,6 +251,11 @@ TORCH_LIBRARY(PAGED_LIBRARY, m) {
   define("gated_activation(Tensor gate, Tensor other, bool gelu) -> Tensor", gated_activation);
   define("rotate_(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()", rotate_heads);
   define("first_argmax(Tensor scores) -> Tensor", first_argmax);
+  define("gated_delta_update(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) state, "
+         "Tensor slots_in, Tensor slots_out, float epsilon, bool normalises) -> Tensor", gated_delta_update);
+  define("selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, "
+         "Tensor? z, Tensor dt_bias, Tensor slots_in, Tensor slots_out, bool softplus) -> Tensor",
+         selective_state_update);
   define("decoder_layer(Tensor hidden, Tensor? cos, Tensor? sin, Tensor?[] norms, float epsilon, Tensor[] weights, "
          "Tensor?[] scales, Tensor?[] biases, int num_heads, int activation, " PAGED_CACHE ", Tensor slot_mapping, "
          "Tensor block_tables, Tensor context_lens, Tensor cu_seqlens_q, int num_decodes, " PAGED_RULE ") -> Tensor",

@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 import torch
 
-_SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "rows.cpp")
-_HEADERS = ("attention.h", "product.h", "rows.h", "vec.h")
+_SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "rows.cpp", "state.cpp")
+_HEADERS = ("attention.h", "product.h", "rows.h", "state.h", "vec.h")
 _FLAGS = ("-O3", "-fopenmp", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")

@@ -1,4 +1,4 @@
-"""The backend "cpu" of the operations on a paged cache: C++ where it serves, the reference elsewhere."""
+"""The backend "cpu" of the operations: C++ where it serves, the reference elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from paged_backend.kernels.attention_variant import AttentionVariant
 from paged_backend.kernels.cpu.loader import is_available, library
 from paged_backend.kernels.dispatch import REFERENCE, Backend
+from paged_backend.kernels.gated_delta_update import EPSILON
 from paged_backend.kernels.kv_layout import LayerCache
+from paged_backend.kernels.recurrent_state import has_plain_slots
 from paged_backend.kernels.sequences import Sequences
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,6 +107,65 @@ def _rotary_store_kv(
     return query
 
 
+def _gated_delta_update(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    slots_in: torch.Tensor,
+    slots_out: torch.Tensor,
+    normalises: bool,
+) -> torch.Tensor:
+    if not has_plain_slots(state) or not {query.dtype, key.dtype, value.dtype} <= set(FLOATS):
+        return _run_reference("gated_delta_update", query, key, value, g, beta, state, slots_in, slots_out, normalises)
+    result: torch.Tensor = library().gated_delta_update(
+        *map(_whole_heads, (query, key, value)),
+        *map(_floats, (g, beta)),
+        state,
+        slots_in.contiguous(),
+        slots_out.contiguous(),
+        EPSILON,
+        normalises,
+    )
+    return result
+
+
+def _selective_state_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    slots_in: torch.Tensor,
+    slots_out: torch.Tensor,
+    softplus: bool,
+) -> torch.Tensor:
+    dtypes = {tensor.dtype for tensor in (x, B, C, z) if tensor is not None}
+    if not has_plain_slots(state) or not dtypes <= set(FLOATS):
+        return _run_reference(
+            "selective_state_update", state, x, dt, A, B, C, D, z, dt_bias, slots_in, slots_out, softplus
+        )
+    result: torch.Tensor = library().selective_state_update(
+        state,
+        _whole_heads(x),
+        *map(_floats, (dt, A)),
+        *map(_whole_heads, (B, C)),
+        _floats(D),
+        None if z is None else _whole_heads(z),
+        _floats(dt_bias),
+        slots_in.contiguous(),
+        slots_out.contiguous(),
+        softplus,
+    )
+    return result
+
+
 def _run_reference(operation: str, *arguments: Any) -> Any:
     return REFERENCE.functions[operation](*arguments)
 
@@ -121,6 +182,10 @@ def _serves(tokens: torch.Tensor, cache: LayerCache) -> bool:
     """Whether C++ takes these tensors; quantised caches, caches of two dtypes and float64 are left to the reference."""
     dtype = cache.key.dtype
     return tokens.dtype in FLOATS and dtype in FLOATS and cache.value.dtype == dtype
+
+
+def _floats(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().contiguous()
 
 
 def _whole_heads(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,9 +205,11 @@ BACKEND = Backend(
         "decode_attention": _decode_attention,
         "first_argmax": _first_argmax,
         "gated_activation": _gated_activation,
+        "gated_delta_update": _gated_delta_update,
         "prefill_attention": _prefill_attention,
         "rms_norm": _rms_norm,
         "rotary_store_kv": _rotary_store_kv,
+        "selective_state_update": _selective_state_update,
         "store_kv": _store_kv,
     },
     devices=("cpu",),

@@ -116,6 +116,23 @@ PAGED_INLINE void store(f16* p, F x) {
 #endif
 }
 
+// W floats to memory past the caches, where their place is aligned to all of them; finish_streams() comes before others
+// read them.
+PAGED_INLINE void stream(float* p, F x) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, x);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, x);
+#else
+  store(p, x);
+#endif
+}
+PAGED_INLINE void finish_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // The first n < W numbers only; the others are zero.
 template <class T>
 PAGED_INLINE F load_some(const T* p, int64_t n) {
