@@ -26,7 +26,7 @@ KV_DTYPES = {
 BATCHING = ("auto", "shared", "separate")
 OPTIMIZE = ("auto", "memory", "none")
 # What `optimize` may be a list of, the largest first.
-SWAPS = ("layer", "mlp", "linear", "norm")
+SWAPS = ("layer", "mlp", "linear", "norm", "state")
 QUANTIZE = (None, "int8")
 MAX_BLOCK_SIZE = 4096
 # A seat in the block tables is kept for each request that may run.
@@ -67,7 +67,7 @@ class EngineConfig:
     attention_backend: which kernels attend: ``triton``, ``cpu`` (C++), ``reference`` (plain torch) or ``auto``.
     optimize: ``auto`` replaces modules of the engine's copy by equal ones in C++, on a CPU, which takes memory for a
         rearranged copy of the weights; ``memory`` only where no weights are copied; ``none`` leaves all as it is. A
-        list of kinds, of ``layer``, ``mlp``, ``linear`` and ``norm``, replaces only those.
+        list of kinds, of ``layer``, ``mlp``, ``linear``, ``norm`` and ``state``, replaces only those.
     quantize: ``int8`` rounds weights to 8 bits, per output channel, which halves what a token reads; on a CPU.
 
     strict_policies: a policy that breaks its contract raises PluginError instead of being passed over.

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from paged_backend.model.state_rows import StateRows
+
 Forward = Callable[..., Any]
+State = torch.Tensor | StateRows
 # Where a state lies: in the cache of a layer, or in a module.
 Path = tuple[str, int | None]
 
@@ -22,8 +25,8 @@ class KeptState(ABC):
 
     @abstractmethod
     def call(
-        self, forward: Forward, arguments: dict[str, Any], states: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, list[torch.Tensor]]:
+        self, forward: Forward, arguments: dict[str, Any], states: Sequence[State] | None
+    ) -> tuple[Any, list[State]]:
         """Run ``forward`` on sequences whose ``states`` are ``[B, ...]`` each, or that begin: its output, and the
         states after. The states given may be written over."""
 
@@ -40,8 +43,8 @@ class CachedState(KeptState):
         self.paths = tuple(paths)
 
     def call(
-        self, forward: Forward, arguments: dict[str, Any], states: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, list[torch.Tensor]]:
+        self, forward: Forward, arguments: dict[str, Any], states: Sequence[State] | None
+    ) -> tuple[Any, list[State]]:
         view = self._view(self.fresh if states is None else self.used)
         for path, state in zip(self.paths, states or (), strict=states is not None):
             self._put(view, path, state)
@@ -57,7 +60,7 @@ class CachedState(KeptState):
             layer.__dict__ |= {name: dict(value) for name, value in vars(layer).items() if type(value) is dict}
         return view
 
-    def _put(self, view: Any, path: Path, state: torch.Tensor) -> None:
+    def _put(self, view: Any, path: Path, state: State) -> None:
         name, index = path
         if index is None:
             getattr(view, name)[self.layer_idx] = state
@@ -97,8 +100,8 @@ class HeldState(KeptState):
         self._flags = {"use_cache": True} if takes_use_cache else {}
 
     def call(
-        self, forward: Forward, arguments: dict[str, Any], states: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, list[torch.Tensor]]:
+        self, forward: Forward, arguments: dict[str, Any], states: Sequence[State] | None
+    ) -> tuple[Any, list[State]]:
         for index, path in enumerate(self.paths):
             path.module.__dict__[path.name] = None if states is None else states[index]
         try:

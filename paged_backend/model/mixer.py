@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 from paged_backend.memory.state_cache import StateCache, StateSpec
 from paged_backend.memory.state_slots import NO_SLOT
 from paged_backend.model.batch import Batch
-from paged_backend.model.kept_state import Attribute, HeldState, KeptState
+from paged_backend.model.kept_state import Attribute, CachedState, HeldState, KeptState, State
+from paged_backend.model.state_rows import StateRows
 
 # How a chunk that goes on from a state is run: in one call, or token by token as decodes are.
 NATIVE, STEPPED = "native", "stepped"
@@ -25,6 +26,15 @@ class StateContext(NamedTuple):
 
     batch: Batch
     cache: StateCache
+
+
+class DecodeCall(NamedTuple):
+    """A call of a mixer's module for decodes: its arguments, the states ``[B, ...]`` before, and what came of it."""
+
+    arguments: dict[str, Any]
+    before: list[torch.Tensor]
+    output: Any
+    after: list[torch.Tensor]
 
 
 class Mixer:
@@ -54,12 +64,32 @@ class Mixer:
         self._per_token = per_token
         self._signature = inspect.signature(self.forward)
         self._last: Batch | None = None
+        # What is called for decodes, and which states it updates where they lie.
+        self._decode = self.forward
+        self._in_place: frozenset[int] = frozenset()
+        # Told of every call for decodes, if it is set.
+        self.observer: Callable[[DecodeCall], None] | None = None
         module.__dict__["forward"] = self
+
+    @property
+    def recurrent(self) -> list[int]:
+        """The numbers of the states that transformers' caches call recurrent."""
+        if not isinstance(self._state, CachedState):
+            return []
+        return [number for number, (kind, _) in enumerate(self._state.paths) if kind == "recurrent_states"]
 
     @property
     def held(self) -> Sequence[Attribute]:
         """The attributes in which the module itself keeps states."""
         return self._state.paths if isinstance(self._state, HeldState) else ()
+
+    def decode_with(self, forward: Callable[..., Any], in_place: Collection[int]) -> None:
+        """Call ``forward`` for decodes, which takes some of the states, by number, as StateRows."""
+        self._decode, self._in_place = forward, frozenset(in_place)
+
+    def decode(self, arguments: dict[str, Any], states: Sequence[State]) -> tuple[Any, list[State]]:
+        """The module's output for a row of one token each, and the states after."""
+        return self._state.call(self._decode, arguments, states)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mixer:
         return self
@@ -101,12 +131,33 @@ class Mixer:
         as_rows: bool = False,
     ) -> Any:
         """Call the module on some of the tokens, as one sequence or as a row each."""
-        states = None if sources is None else [cache.read(index, sources) for index in self._indices]
         taken = {name: self._taken(value, (name,), tokens, as_rows) for name, value in arguments.items()}
-        output, after = self._state.call(self.forward, taken, states)
+        if as_rows and sources is not None:
+            output, after = self._run_decodes(cache, taken, sources, targets)
+        else:
+            read = None if sources is None else [cache.read(index, sources) for index in self._indices]
+            output, after = self._state.call(self.forward, taken, read)
         for index, rows in zip(self._indices, after, strict=True):
-            cache.write(index, targets, rows)
+            if not isinstance(rows, StateRows):
+                cache.write(index, targets, rows)
         return output
+
+    def _run_decodes(
+        self, cache: StateCache, arguments: dict[str, Any], sources: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[Any, list[State]]:
+        states: list[State] = []
+        for number, index in enumerate(self._indices):
+            in_place = number in self._in_place
+            pool = cache.pools[index]
+            states.append(StateRows.of(pool, sources, targets) if in_place else cache.read(index, sources))
+        if self.observer is None:
+            return self.decode(arguments, states)
+        # The call may write over them.
+        before = [state.clone() for state in states if isinstance(state, torch.Tensor)]
+        output, after = self.decode(arguments, states)
+        left = [state for state in after if isinstance(state, torch.Tensor)]
+        self.observer(DecodeCall(arguments, before, output, left))
+        return output, after
 
     def _taken(self, value: Any, place: Place, tokens: slice, as_rows: bool) -> Any:
         if place in self._per_token:

@@ -17,10 +17,12 @@ from torch import nn
 
 from paged_backend.config import SWAPS
 from paged_backend.kernels import AUTO, Backend, cpu
+from paged_backend.model.mixer import DecodeCall, Mixer
 from paged_backend.model.twin import Twin
 from paged_backend.swaps.fused import Fused
 from paged_backend.swaps.kind import ModuleCall, SwapKind
 from paged_backend.swaps.probe import Probe
+from paged_backend.swaps.state import distance, propose
 from paged_backend.swaps.weights import NoMatch, Packing, check_plain
 
 logger = logging.getLogger("paged_backend")
@@ -85,11 +87,38 @@ def swap_modules(
         swaps.refused["the model"] = shortage
         packs = False
     kinds = SWAPS if isinstance(optimize, str) else optimize
-    swapper = _Swapper(twin, swaps, Packing(int8=quantize == "int8", packs=packs), Probe(twin, backend, kv_dtype))
+    probe = Probe(twin, backend, kv_dtype)
+    if "state" in kinds and twin.mixers:
+        _swap_states(twin, swaps, probe, backend)
+    swapper = _Swapper(twin, swaps, Packing(int8=quantize == "int8", packs=packs), probe)
     for kind in kinds:
-        swapper.run(kind)
+        if kind != "state":
+            swapper.run(kind)
     logger.info("swapped %s; %d bytes of packed weights", swaps.made or "nothing", swaps.packed_bytes)
     return swaps
+
+
+def _swap_states(twin: Twin, swaps: Swaps, probe: Probe, backend: Backend) -> None:
+    """Update recurrent states of decodes where they lie, in each mixer whose own way of doing so is known."""
+    calls: dict[Mixer, DecodeCall] = {}
+    for mixer in twin.mixers:
+        mixer.observer = functools.partial(calls.__setitem__, mixer)
+    probe.run()
+    for mixer in twin.mixers:
+        mixer.observer = None
+        undo = functools.partial(mixer.decode_with, mixer.forward, ())
+        try:
+            forward, in_place = propose(mixer, backend)
+            mixer.decode_with(forward, in_place)
+            apart, rounding = distance(mixer, calls[mixer], in_place), _ROUNDING.get(twin.dtype, 0.0)
+            if not apart <= rounding:
+                raise NoMatch(f"its updated state is {apart:.1e} away, and at most {rounding:.0e} is rounding")
+        except Exception as reason:
+            undo()
+            swaps.refused[mixer.name] = str(reason)
+            continue
+        swaps._undo.append(undo)
+        swaps.made["state"] = swaps.made.get("state", 0) + 1
 
 
 class _Swapper:

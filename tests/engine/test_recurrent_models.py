@@ -170,7 +170,7 @@ def test_a_pinned_beginning_is_found_after_many_others(hybrid):
         assert engine.stats().states.max_snapshots == 4
         system = engine.twin.sample_token_ids(20)
         assert engine.pin_prefix(system) == 20
-        prompts = [system + [5], *draw_prompts([31] * 6, seed=2), system + [9]]
+        prompts = [[*system, 5], *draw_prompts([31] * 6, seed=2), [*system, 9]]
         cached = [engine.generate([prompt], GREEDY)[0].metrics.num_cached_tokens for prompt in prompts]
         assert (cached[0], cached[-1]) == (0, 20)
 

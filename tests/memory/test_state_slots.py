@@ -176,7 +176,8 @@ def test_a_state_goes_with_the_keys_and_values_of_its_prefix():
     manager.free(run(manager, [1] * 8, 0), 0.0)
     kept = set(snapshots(manager))
     manager.free(run(manager, [2] * 15, 1), 0.0)
-    assert kept and start(manager, make_request([1] * 8, 2)) == 0
+    assert kept
+    assert start(manager, make_request([1] * 8, 2)) == 0
     manager.check_integrity()
 
 

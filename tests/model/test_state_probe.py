@@ -48,7 +48,8 @@ def test_the_model_is_left_as_it_was_but_for_the_forwards():
     assert set().union(*added.values()) == {"forward"}
     names = {module: name for name, module in model.named_modules()}
     held = [path for mixer in mixers for path in mixer.held]
-    assert held and all(path.value is before[names[path.module]][path.name] for path in held)
+    assert held
+    assert all(path.value is before[names[path.module]][path.name] for path in held)
 
 
 class Remembering(nn.Module):
@@ -85,7 +86,7 @@ def test_a_module_that_keeps_state_in_a_cache_that_it_is_not_given_is_refused():
         return inner(conv, hidden_states, **kwargs)
 
     conv.forward = forward
-    with pytest.raises(Unprovable, match="layers.0.conv keeps state of layers \\[0\\] in a cache that it is not given"):
+    with pytest.raises(Unprovable, match=r"layers.0.conv keeps state of layers \[0\] in a cache that it is not given"):
         mixers_of(model)
 
 
