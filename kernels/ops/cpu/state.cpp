@@ -38,7 +38,7 @@ float squares(const float* x, int64_t dim) {
 }
 
 // Rows of a state that are computed together, so that what belongs to its columns is loaded once for all of them: two
-// neighbours in each half of the state, which memory reads and writes faster than four in one place or in four.
+// neighbours in each half of the state, which memory reads and writes faster than four in one place or four places.
 template <int Count>
 struct Rows {
   static constexpr int count = Count;
