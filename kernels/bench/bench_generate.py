@@ -2,7 +2,8 @@
 
     taskset -c 1 python kernels/bench/bench_generate.py MODEL [--workload FILE] [--dtype bfloat16] [--rounds 3]
 
-MODEL is a folder or hub id. A workload is JSON: a list of {"prompt": [token ids], "max_new_tokens": n}; without one, 32
+MODEL is a folder or hub id, or one of qwen3.5-0.8b, granite-4.0-h-micro and lfm2-1.2b: four layers of that shape, with
+random weights. A workload is JSON: a list of {"prompt": [token ids], "max_new_tokens": n}; without one, 32
 requests of 16 to 256 random prompt tokens and 16 to 256 output tokens are drawn.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from shapes import SHAPES, make_shape
 from workloads import ragged
 
 from paged_backend import Engine, SamplingParams
@@ -62,11 +64,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=32, help="of the workload that is drawn")
     parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    work = json.loads(args.workload.read_text()) if args.workload else ragged(model.config.vocab_size, args.seed)
+    dtype = getattr(torch, args.dtype)
+    if args.model in SHAPES:
+        model = make_shape(args.model, dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
+    work = json.loads(args.workload.read_text()) if args.workload else ragged(model.config.vocab_size, args.seed, args.requests)
     engine = Engine(model, elastic=True, enable_prefix_caching=False, attention_backend=args.backend)
     count = sum(request["max_new_tokens"] for request in work)
     ratios = []
