@@ -177,7 +177,7 @@ def assert_agree(call: Call) -> None:
 
 
 @given(call=calls())
-@settings(max_examples=80, **SETTINGS)
+@settings(max_examples=50, **SETTINGS)
 def test_drawn_calls_agree_with_stock(call):
     assert_agree(call)
 
