@@ -260,7 +260,12 @@ MUTANTS = {
 
 
 # What shows only in calls without stock's loop, of which few are drawn otherwise.
-BY_ROWS = ("padded with token 0", "a penalty is lost", "minimum lengths forget the padding")
+BY_ROWS = (
+    "end-of-sequence tokens are ignored",
+    "padded with token 0",
+    "a penalty is lost",
+    "minimum lengths forget the padding",
+)
 
 
 @pytest.mark.slow
