@@ -57,12 +57,6 @@ def run(arguments: list[str], cwd: Path) -> str:
     return result.stdout
 
 
-def import_all(folder: Path, cwd: Path, *python: str) -> None:
-    modules = installed_modules()
-    output = run([sys.executable, *python, str(folder), *modules], cwd)
-    assert output.splitlines()[-1] == f"{len(modules)} imported"
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a wheel from an sdist of a copy of the repository, so that no earlier build leaks into it."""
@@ -100,22 +94,48 @@ def test_the_wheel_states_its_licence_and_ships_its_text(wheel: Path) -> None:
     assert "END OF TERMS AND CONDITIONS" in licence
 
 
-def test_the_unpacked_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+@pytest.fixture(scope="module")
+def loaded(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
+    """From the unpacked wheel: the modules that the public names load, and what importing every module says then."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
     # Without `site` (-S) an editable install of this checkout cannot stand in for a file the wheel lacks.
-    search = [str(tmp_path / "site"), *(entry for entry in sys.path if entry.endswith("-packages"))]
-    import_all(tmp_path / "site", tmp_path, "-I", "-S", "-c", f"import sys; sys.path += {search!r}\n{IMPORT_ALL}")
+    search = [str(folder / "site"), *(entry for entry in sys.path if entry.endswith("-packages"))]
+    public = (
+        f"import sys; sys.path += {search!r}\n"
+        "import paged_backend, torch\n"
+        "assert all(hasattr(paged_backend, name) for name in paged_backend.__all__)\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print(*sys.modules)"
+    )
+    arguments = [str(folder / "site"), *installed_modules()]
+    names, said = run([sys.executable, "-I", "-S", "-c", public + IMPORT_ALL, *arguments], folder).splitlines()
+    return names.split(), said
+
+
+def test_the_unpacked_wheel_imports_without_the_checkout(loaded: tuple[list[str], str]) -> None:
+    assert loaded[1] == f"{len(installed_modules())} imported"
+
+
+def test_the_public_names_load_without_cuda_or_an_extra(loaded: tuple[list[str], str]) -> None:
+    assert "paged_backend.engine.engine" in loaded[0]
+    assert set(loaded[0]).isdisjoint({"langchain_core", "llguidance", "matplotlib", "peft", "prometheus_client", "ray"})
 
 
 @pytest.mark.parametrize("start", ["the repository", "elsewhere"])
-def test_the_installed_package_imports_from_any_folder(start: str, tmp_path: Path) -> None:
+def test_the_installed_package_is_found_from_any_folder(start: str, tmp_path: Path) -> None:
     import paged_backend.plugins
 
     editable = Path(paged_backend.plugins.__file__).is_relative_to(ROOT)
     if not editable and start == "the repository":
         pytest.skip("the checkout's paged_backend/ shadows an installed wheel there")
-    folder = ROOT if editable else Path(paged_backend.__file__).parents[1]
-    import_all(folder, ROOT if start == "the repository" else tmp_path, "-c", IMPORT_ALL)
+    # The folders beside the core, which the core's own folder would hide.
+    names = [name for name in PACKAGE_DIR if name.count(".") == 1]
+    code = "import sys, importlib.util\nfor name in sys.argv[1:]: print(importlib.util.find_spec(name).origin)"
+    found = run([sys.executable, "-c", code, *names], ROOT if start == "the repository" else tmp_path).splitlines()
+    installed = Path(paged_backend.__file__).parent
+    places = [ROOT / PACKAGE_DIR[name] if editable else installed / name.split(".")[1] for name in names]
+    assert found == [str(place / "__init__.py") for place in places]
 
 
 def test_the_version_is_that_of_the_metadata() -> None:
@@ -126,18 +146,6 @@ def test_the_version_is_that_of_the_metadata() -> None:
 
 def test_the_command_line_script_answers_help(tmp_path: Path) -> None:
     assert "Usage" in run([str(Path(sys.executable).with_name("paged-backend")), "--help"], tmp_path)
-
-
-def test_the_public_names_load_without_cuda_or_an_extra(tmp_path: Path) -> None:
-    code = (
-        "import sys, paged_backend, torch\n"
-        "assert all(hasattr(paged_backend, name) for name in paged_backend.__all__)\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "print(*sys.modules, sep='\\n')"
-    )
-    loaded = run([sys.executable, "-c", code], tmp_path).split()
-    assert "paged_backend.engine.engine" in loaded
-    assert set(loaded).isdisjoint({"langchain_core", "llguidance", "matplotlib", "peft", "prometheus_client", "ray"})
 
 
 def requirements_of(extra: str) -> Iterator[Requirement]:

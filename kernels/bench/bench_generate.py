@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 from shapes import SHAPES, make_shape
+from transformers import AutoModelForCausalLM
 from workloads import ragged
 
 from paged_backend import Engine, SamplingParams
@@ -73,7 +73,11 @@ def main() -> None:
         model = make_shape(args.model, dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
-    work = json.loads(args.workload.read_text()) if args.workload else ragged(model.config.vocab_size, args.seed, args.requests)
+    work = (
+        json.loads(args.workload.read_text())
+        if args.workload
+        else ragged(model.config.vocab_size, args.seed, args.requests)
+    )
     engine = Engine(model, elastic=True, enable_prefix_caching=False, attention_backend=args.backend)
     count = sum(request["max_new_tokens"] for request in work)
     ratios = []

@@ -33,7 +33,12 @@ def find_mixers(model: PreTrainedModel, token_ids: torch.Tensor) -> list[Mixer]:
     calls = _Calls(model)
     asked: Mapping[nn.Module, set[tuple[int, int]]] = {}
     with calls.recorded():
-        cache = cache_of(run_with_cache(model, token_ids[None, :-1]))
+        try:
+            output = run_with_cache(model, token_ids[None, :-1])
+        except Exception:
+            # What fails with a cache is told by the probes and the proof that follow.
+            return []
+        cache = cache_of(output)
         held = _held_states(model, before)
         if held or (isinstance(cache, Cache) and _keeps_state(cache)):
             after_first = {path: path.value.clone() for paths in held.values() for path in paths}

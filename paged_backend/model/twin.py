@@ -142,7 +142,7 @@ class Twin:
 
         with torch.inference_mode():
             ids = torch.tensor(self.sample_token_ids(16), device=self.device)
-            self.mixers = find_mixers(module, ids[:9])
+            self.mixers = find_mixers(module, ids[: min(9, self.advertised_positions or 9)])
             self._set_attention(PROBE_NAME)
             probe = probe_layers(
                 module,

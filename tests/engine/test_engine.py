@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import pickle
@@ -12,7 +13,7 @@ import pytest
 import torch
 from block_checks import assert_all_blocks_are_back
 from oracle import assert_greedy, draw_prompts, stock_greedy
-from ragged_prompts import GREEDY, NUM_TOKENS
+from ragged_prompts import GREEDY, LENGTHS, NUM_TOKENS
 from tiny_models import make_tiny
 
 from paged_backend import AsyncEngine, Engine, EngineConfig, SamplingParams, SharedEngine, hookimpl
@@ -28,6 +29,13 @@ from paged_backend.errors import (
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "llama4", "deepseek_v2", "gpt_oss"]
 
 
+@functools.cache
+def model_and_tokens(family):
+    """A tiny model, and what stock answers to the ragged prompts."""
+    model = make_tiny(family)
+    return model, [stock_greedy(model, prompt, NUM_TOKENS) for prompt in draw_prompts(LENGTHS)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "options",
@@ -39,10 +47,10 @@ FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phimoe", "lla
 )
 @pytest.mark.filterwarnings("ignore::paged_backend.model.twin.ExpandedCacheWarning")
 def test_every_family_gives_stocks_greedy_tokens(family, options, prompts):
-    model = make_tiny(family)
+    model, stock = model_and_tokens(family)
     engine = Engine(model, **options)
-    for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
-        assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
+    for prompt, output, tokens in zip(prompts, engine.generate(prompts, GREEDY), stock, strict=True):
+        assert_greedy(model, prompt, output.token_ids, tokens)
         assert output.finish_reason == "length"
     assert_all_blocks_are_back(engine)
 

@@ -13,9 +13,13 @@ from tiny_models import make_tiny
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.errors import RequestRefused
+from paged_backend.model.twin import Twin
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+# Where it is prompts that take the memory.
+NUM_SHORT = 10
+SHORT = SamplingParams(max_tokens=NUM_SHORT, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +27,9 @@ def llama():
     return make_tiny("llama")
 
 
-def memory_for(engine_or_model, num_tokens: int, block_size: int) -> int:
+def memory_for(model, num_tokens: int, block_size: int) -> int:
     """Bytes of the blocks that ``num_tokens`` tokens fill."""
-    layers = Engine(engine_or_model, block_size=block_size).twin.layers
-    per_token = sum(layer.bytes_per_token() for layer in layers)
+    per_token = sum(layer.bytes_per_token() for layer in Twin(model).layers)
     return -(-num_tokens // block_size) * block_size * per_token
 
 
@@ -182,16 +185,16 @@ def test_prompt_many_windows_long_gives_stocks_tokens_in_the_memory_that_theory_
     prompts = draw_prompts([160, 200])
     engine = Engine(model, block_size=4, max_num_batched_tokens=16, max_model_len=256)
     for prompt in prompts:
-        engine.add_request(prompt, GREEDY)
+        engine.add_request(prompt, SHORT)
     outputs, peaks = {}, [0] * len(engine.blocks.groups)
     while engine.has_unfinished_requests():
         outputs.update((output.request_id, output) for output in engine.step())
         engine.blocks.check_integrity()
         peaks = [max(peak, pool.num_owned) for peak, pool in zip(peaks, engine.blocks.pools, strict=True)]
     for prompt, output in zip(prompts, outputs.values(), strict=True):
-        assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
+        assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_SHORT))
     for group, peak in zip(engine.blocks.groups, peaks, strict=True):
-        theory = sum(group.blocks_for(len(prompt) + NUM_TOKENS, 4, 16) for prompt in prompts)
+        theory = sum(group.blocks_for(len(prompt) + NUM_SHORT, 4, 16) for prompt in prompts)
         assert peak <= theory
         if group.rule.kind != "full":
             assert theory < sum(-(-len(prompt) // 4) for prompt in prompts) / 4
@@ -201,17 +204,19 @@ def test_prompt_many_windows_long_gives_stocks_tokens_in_the_memory_that_theory_
 # Pressure
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4"])
-@pytest.mark.parametrize("batching", ["shared", "separate"])
+@pytest.mark.parametrize(
+    ("family", "batching"), [("llama", "shared"), ("llama", "separate"), ("gemma2", "separate"), ("llama4", "shared")]
+)
 def test_five_percent_of_the_memory_changes_no_token(family, batching):
     model = make_tiny(family)
-    lengths = [random.Random(3).randrange(5, 30) for _ in range(40)]
+    rng = random.Random(3)
+    lengths = [rng.randrange(5, 30) for _ in range(40)]
     prompts = draw_prompts(lengths)
-    total = sum(length + NUM_TOKENS for length in lengths)
-    memory = memory_for(model, max(total // 20, max(lengths) + NUM_TOKENS + 4), 4)
+    total = sum(length + NUM_SHORT for length in lengths)
+    memory = memory_for(model, max(total // 20, max(lengths) + NUM_SHORT + 4), 4)
     engine = Engine(model, block_size=4, max_num_batched_tokens=16, kv_cache_memory=memory, max_model_len=64)
-    outputs = engine.generate(prompts, GREEDY)
-    expected = stock_greedy_many(model, prompts, NUM_TOKENS)
+    outputs = engine.generate(prompts, SHORT)
+    expected = stock_greedy_many(model, prompts, NUM_SHORT)
     for prompt, output, tokens in zip(prompts, outputs, expected, strict=True):
         assert_greedy(model, prompt, output.token_ids, tokens)
     stats = engine.stats()

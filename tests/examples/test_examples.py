@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,9 @@ import torch
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paged_backend import sample_model
+import paged_backend
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-needs_sample_model = pytest.mark.skipif(
-    not sample_model.is_fetched(), reason="the sample model is not on this machine; `paged-backend demo` fetches it"
-)
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +24,17 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny(tmp_path_factory.mktemp("tiny")))
 
 
-@pytest.fixture(params=["tiny", pytest.param("sample", marks=[pytest.mark.slow, needs_sample_model])])
-def model_folder(request: pytest.FixtureRequest, tiny_folder: str) -> str:
-    return sample_model.fetch() if request.param == "sample" else tiny_folder
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+    """Run an example's file as a program, in this process, which has imported already what each would import anew."""
 
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
 
-def run_example(name: str, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    yield run
+    paged_backend.uninstall()
 
 
 def constant(name: str, of: str) -> list:
@@ -47,19 +45,21 @@ def constant(name: str, of: str) -> list:
     raise KeyError(name)
 
 
-def test_generate_prints_what_stock_generate_answers(model_folder: str) -> None:
+def test_generate_prints_what_stock_generate_answers(tiny_folder: str, run_example: Callable[..., str]) -> None:
     prompts = constant("PROMPTS", of="generate.py")
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     expected = []
     for prompt in prompts:
         tokens = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=8, do_sample=False)
         expected.append(tokenizer.decode(tokens[0], skip_special_tokens=True))
-    output = run_example("generate.py", "--model", model_folder, "--max-new-tokens", "8")
+    output = run_example("generate.py", "--model", tiny_folder, "--max-new-tokens", "8")
     assert output.split(f"\n{'-' * 40}\n") == [*expected, ""]
 
 
-def test_engine_loop_serves_requests_that_join_while_others_run(tiny_folder: str) -> None:
+def test_engine_loop_serves_requests_that_join_while_others_run(
+    tiny_folder: str, run_example: Callable[..., str]
+) -> None:
     arrivals = constant("ARRIVALS", of="engine_loop.py")
     output = run_example("engine_loop.py", "--model", tiny_folder, "--max-tokens", "12")
     for step, prompt in arrivals:
@@ -69,7 +69,7 @@ def test_engine_loop_serves_requests_that_join_while_others_run(tiny_folder: str
     assert output.index("joins: " + repr(arrivals[1][1])) < output.index(" ends (")
 
 
-def test_map_documents_answers_every_document_in_one_batch(tiny_folder: str) -> None:
+def test_map_documents_answers_every_document_in_one_batch(tiny_folder: str, run_example: Callable[..., str]) -> None:
     output = run_example("map_documents.py", "--model", tiny_folder, "--max-tokens", "3").splitlines()
     summary = re.fullmatch(r"50 documents in (\d+) steps, (\d+) at once", output[-1])
     assert summary is not None
@@ -78,12 +78,14 @@ def test_map_documents_answers_every_document_in_one_batch(tiny_folder: str) -> 
     assert sum(" is a town that sells " in line for line in output) == 50
 
 
-def test_custom_policy_answers_whoever_asks_for_least_first(tiny_folder: str) -> None:
+def test_custom_policy_answers_whoever_asks_for_least_first(tiny_folder: str, run_example: Callable[..., str]) -> None:
     output = run_example("custom_policy.py", "--model", tiny_folder)
     assert re.findall(r"^(\d+) tokens: ", output, re.MULTILINE) == ["4", "12", "24"]
 
 
-def test_langchain_chat_answers_streams_and_reuses_the_first_turn(tiny_folder: str) -> None:
+def test_langchain_chat_answers_streams_and_reuses_the_first_turn(
+    tiny_folder: str, run_example: Callable[..., str]
+) -> None:
     questions = constant("QUESTIONS", of="langchain_chat.py")
     output = run_example("langchain_chat.py", "--model", tiny_folder)
     assert all(f"{question} -> " in output for question in questions)
@@ -92,7 +94,7 @@ def test_langchain_chat_answers_streams_and_reuses_the_first_turn(tiny_folder: s
     assert re.search(r"structured: title=(['\"]).*\1 stars=[1-5]", output, flags=re.DOTALL)
 
 
-def test_langchain_agent_calls_its_tool_for_every_question(tiny_folder: str) -> None:
+def test_langchain_agent_calls_its_tool_for_every_question(tiny_folder: str, run_example: Callable[..., str]) -> None:
     questions = constant("QUESTIONS", of="langchain_agent.py")
     output = run_example("langchain_agent.py", "--model", tiny_folder, "--force", "--max-tokens", "64")
     for question in questions:
@@ -100,7 +102,7 @@ def test_langchain_agent_calls_its_tool_for_every_question(tiny_folder: str) -> 
     assert output.count("  tool: ") == len(questions)
 
 
-def test_langchain_throughput_prints_both_and_their_ratio(tiny_folder: str) -> None:
+def test_langchain_throughput_prints_both_and_their_ratio(tiny_folder: str, run_example: Callable[..., str]) -> None:
     output = run_example("langchain_throughput.py", "--model", tiny_folder, "--num-chats", "4", "--max-tokens", "8")
     assert re.search(r"ChatPaged.batch .*\nChatHuggingFace.batch .*\nratio \d+\.\d$", output.strip())
 

@@ -178,12 +178,17 @@ def all_features() -> list[dict[str, Any]]:
     return [dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())]
 
 
+@pytest.mark.parametrize("architecture", DEFAULT)
+def test_a_small_kernel_compiles_for_what_has_no_tiles_of_its_own(architecture):
+    check(architecture, attention("decode", head_dim=64))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("architecture", TUNED + DEFAULT)
+@pytest.mark.parametrize("architecture", TUNED)
 def test_a_sample_of_all_variants_compiles_and_fits(architecture, phase):
     # The same sample every time, a different one for each pair.
-    for features in random.Random(architecture + phase).sample(all_features(), 3):
+    for features in random.Random(architecture + phase).sample(all_features(), 1):
         for kernel in compile_launches(architecture, attention(phase, **features)):
             assert kernel.shared_memory <= SHARED_MEMORY[architecture], kernel
             assert kernel.spilled <= (PARKED_BYTES if architecture.startswith("sm_") else 0), (features, kernel)

@@ -1,4 +1,4 @@
-"""decode_attention against an oracle that attends one token and one head at a time."""
+"""decode_attention against an oracle that attends one token at a time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def run(case, backend):
     return decode_attention(*case.decode_arguments, backend=backend)
 
 
-def check(case, backend, **changes):
-    assert_attention_close(run(case, backend), oracle(case, **changes))
+def check(case, backend):
+    assert_attention_close(run(case, backend), oracle(case))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 # The interpreter meets the other sizes in drawn cases.
-@pytest.mark.parametrize("block_size", [7, 16] if triton_support.interpreted else [1, 7, 16, 32])
+@pytest.mark.parametrize("block_size", [7] if triton_support.interpreted else [1, 7, 16, 32])
 def test_ragged_contexts_match_the_oracle_under_every_mask_rule(backend, block_size, rule):
     check(make_case(RAGGED, block_size=block_size, group=3, num_kv_heads=1, key_dim=32, **rule), backend)
 
@@ -44,7 +44,7 @@ def test_any_head_dim_and_unequal_key_and_value_dims(backend, key_dim, value_dim
     check(make_case([33, 5], group=2, key_dim=key_dim, value_dim=value_dim), backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precisions_stay_within_their_tolerance(backend, dtype):
     case = make_case(RAGGED, group=3, dtype=dtype, window=150)
     assert run(case, backend).dtype == dtype
@@ -63,8 +63,7 @@ def test_softcap_and_sinks_and_a_rule_work_together(backend):
     check(make_case(RAGGED, group=2, scale=0.7, softcap=2.0, sinks=True, chunk=20), backend)
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("rule", [{}, {"window": 20}], ids=str)
+@pytest.mark.parametrize(("cache_dtype", "rule"), [(torch.int8, {}), (torch.float8_e4m3fn, {"window": 20})], ids=str)
 def test_quantised_caches_are_read_through_their_scales(backend, cache_dtype, rule):
     check(make_case(RAGGED, group=3, cache_dtype=cache_dtype, **rule), backend)
 
@@ -112,16 +111,17 @@ def test_a_table_changed_in_place_is_read_anew(backend):
     ],
     ids=["window+1", "window-1", "chunk-1", "no softcap", "no sinks", "interleaved heads", "scale 5 % off"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_missing_feature_would_be_noticed(backend, options, change, dtype):
+def test_a_missing_feature_would_be_noticed(backend, options, change):
     # Drawn without its rule, so that what a wider window would see is there to be seen.
     rule = {name: options[name] for name in ("window", "chunk") if name in options}
     drawn = {name: options[name] for name in options if name not in rule}
-    case = make_case([37, 1, 16, 70], dtype=dtype, **drawn)
+    # In the precision whose tolerance is largest.
+    case = make_case([37, 1, 16, 70], dtype=torch.bfloat16, **drawn)
     case.options.update(rule)
-    check(case, backend)
+    output = run(case, backend)
+    assert_attention_close(output, oracle(case))
     with pytest.raises(AssertionError):
-        check(case, backend, **change)
+        assert_attention_close(output, oracle(case, **change))
 
 
 def test_unknown_backends_are_refused_by_name():

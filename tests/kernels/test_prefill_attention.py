@@ -1,4 +1,4 @@
-"""prefill_attention against an oracle that attends one token and one head at a time."""
+"""prefill_attention against an oracle that attends one token at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # Whole prompts and chunks after a cached prefix, around the edges of a block of 16 and of a slice of queries.
 CONTEXTS, QUERIES = [37, 1, 15, 16, 17, 90], [37, 1, 3, 16, 5, 67]
+LONG_RULES = [{}, {"window": 100}, {"chunk": 100}]
 RULES = [{}] + [{name: size} for name in ("window", "chunk") for size in (1, 7, 16, 70)]
 
 
@@ -20,21 +21,21 @@ def run(case, backend):
     return prefill_attention(*case.prefill_arguments, backend=backend)
 
 
-def check(case, backend, **changes):
-    assert_attention_close(run(case, backend), oracle(case, **changes))
+def check(case, backend):
+    assert_attention_close(run(case, backend), oracle(case))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 # The interpreter meets the other sizes in drawn cases.
-@pytest.mark.parametrize("block_size", [7, 16] if triton_support.interpreted else [1, 7, 16, 32])
+@pytest.mark.parametrize("block_size", [7] if triton_support.interpreted else [1, 7, 16, 32])
 def test_ragged_prompts_and_chunks_match_the_oracle_under_every_mask_rule(backend, block_size, rule):
     check(make_case(CONTEXTS, QUERIES, block_size=block_size, group=2, num_kv_heads=1, key_dim=16, **rule), backend)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [{}, {"window": 100}, {"chunk": 100}], ids=str)
+@pytest.mark.parametrize("rule", [{"window": 100}] if triton_support.interpreted else LONG_RULES, ids=str)
 def test_several_hundred_tokens_match_the_oracle(backend, rule):
-    check(make_case([333, 400], [333, 130], group=3, num_kv_heads=1, **rule), backend)
+    check(make_case([233, 300], [180, 90], group=3, num_kv_heads=1, **rule), backend)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
@@ -51,7 +52,7 @@ def test_any_head_dim_and_unequal_key_and_value_dims(backend, key_dim, value_dim
     check(make_case([19, 9], [19, 4], group=2, key_dim=key_dim, value_dim=value_dim), backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precisions_stay_within_their_tolerance(backend, dtype):
     case = make_case(CONTEXTS, QUERIES, group=2, dtype=dtype, window=30)
     assert run(case, backend).dtype == dtype
@@ -70,9 +71,9 @@ def test_quantised_caches_are_read_through_their_scales(backend, cache_dtype):
 
 @pytest.mark.parametrize("rule", [{}, {"window": 20}, {"chunk": 24}], ids=str)
 def test_a_prompt_in_chunks_equals_the_prompt_whole(backend, rule):
-    case = make_case([150], [150], group=2, sinks=True, **rule)
+    case = make_case([80], [80], group=2, sinks=True, **rule)
     whole = run(case, backend)
-    for start, end in ((0, 1), (1, 17), (17, 128), (128, 150)):
+    for start, end in ((0, 1), (1, 17), (17, 64), (64, 80)):
         _, cache, sequences, variant = case.prefill_arguments
         part = prefill_attention(
             case.query[start:end],
@@ -115,12 +116,13 @@ def test_rows_past_the_last_sequence_and_empty_sequences_come_out_zero(backend):
     ],
     ids=["window-1", "chunk-1", "no softcap", "no sinks", "interleaved heads", "scale 5 % off"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_missing_feature_would_be_noticed(backend, options, change, dtype):
-    case = make_case([37, 16, 70], [37, 3, 20], dtype=dtype, **options)
-    check(case, backend)
+def test_a_missing_feature_would_be_noticed(backend, options, change):
+    # In the precision whose tolerance is largest.
+    case = make_case([37, 16, 70], [37, 3, 20], dtype=torch.bfloat16, **options)
+    output = run(case, backend)
+    assert_attention_close(output, oracle(case))
     with pytest.raises(AssertionError):
-        check(case, backend, **change)
+        assert_attention_close(output, oracle(case, **change))
 
 
 def test_queries_that_outnumber_their_context_are_refused_where_lengths_are_read():

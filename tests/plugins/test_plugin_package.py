@@ -75,16 +75,21 @@ def test_by_class_keeps_urgent_prefixes_longest(policies):
     assert order == [1, 3, 2, 0]
 
 
+# Tells what becomes of each plugin and options, and which plugins there are where none are wanted.
 PROGRAM = """
-import json, sys
+import json, os, sys
 from paged_backend import Engine, SamplingParams
 from paged_backend.policy.plugin_manager import PluginManager
-folder, plugin, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-info = {info.name: info for info in PluginManager().describe()}[plugin]
-engine = Engine.from_pretrained(folder, kv_cache_memory="8MiB", **options)
-output, = engine.generate(["Once upon"], SamplingParams(max_tokens=6, ignore_eos=True))
-print(json.dumps({"source": info.source, "location": info.location, "tokens": output.token_ids,
-                  "policy": type(engine.scheduler.policy.policy).__name__, "errors": engine.stats().policy_errors}))
+folder, asked = sys.argv[1], json.loads(sys.argv[2])
+info = {info.name: info for info in PluginManager().describe()}
+reports = {}
+for plugin, options in asked.items():
+    engine = Engine.from_pretrained(folder, kv_cache_memory="8MiB", **options)
+    output, = engine.generate(["Once upon"], SamplingParams(max_tokens=6, ignore_eos=True))
+    reports[plugin] = {"source": info[plugin].source, "location": info[plugin].location, "tokens": output.token_ids,
+                       "policy": type(engine.scheduler.policy.policy).__name__, "errors": engine.stats().policy_errors}
+os.environ["PAGED_BACKEND_PLUGINS"] = ""
+print(json.dumps({"reports": reports, "unwanted": [info.name for info in PluginManager().describe()]}))
 """
 
 
@@ -106,42 +111,52 @@ class Environment:
         done = subprocess.run([*command, "--target", self.packages, source], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
-    def run(self, plugin: str, options: dict, **variables: str) -> subprocess.CompletedProcess:
-        command = [self.python, "-c", PROGRAM, self.model, plugin, json.dumps(options)]
-        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
-
-    def report(self, plugin: str, options: dict, **variables: str) -> tuple[dict, str]:
-        """What the program found, and what it wrote to stderr."""
-        result = self.run(plugin, options, **variables)
+    def run(self, asked: dict[str, dict], **variables: str) -> tuple[dict, str]:
+        """What the program tells, and what it wrote to stderr."""
+        command = [self.python, "-c", PROGRAM, self.model, json.dumps(asked)]
+        result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
         assert result.returncode == 0, result.stderr
-        report = json.loads(result.stdout.splitlines()[-1])
-        assert Path(report["location"]).is_relative_to(self.packages)
+        return json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
+    """The example's package and the one of the README, installed into one environment, and what a program finds."""
+    folder = tmp_path_factory.mktemp("installed")
+    environment = Environment(folder)
+    # Building writes into the source folder.
+    environment.install(shutil.copytree(PACKAGE, folder / "example"))
+    written = folder / "written"
+    written.mkdir()
+    for name, text in re.findall(r"^```\w+\n# (my_policies\.py|pyproject\.toml)\n(.*?)^```", README, re.DOTALL | re.M):
+        (written / name).write_text(text)
+    environment.install(written)
+    options = {"scheduler": "shortest_predicted", "scheduler_options": {"aging": 5.0}, "eviction": "by_class"}
+    asked = {"shortest": options, "my_policies": {"scheduler": "short_prompts_first"}}
+    found, log = environment.run(asked, PAGED_BACKEND_SLOW_REQUEST_S="0")
+    for report in found["reports"].values():
+        assert Path(report["location"]).is_relative_to(environment.packages)
         assert report["errors"] == {}
         assert len(report["tokens"]) == 6
-        return report, result.stderr
+    return found, log
 
 
 @pytest.mark.slow
-def test_installed_package_is_found_by_name_in_an_environment_of_its_own(tmp_path):
-    environment = Environment(tmp_path)
-    # Building writes into the source folder.
-    environment.install(shutil.copytree(PACKAGE, tmp_path / "source"))
-    options = {"scheduler": "shortest_predicted", "scheduler_options": {"aging": 5.0}, "eviction": "by_class"}
-    report, log = environment.report("shortest", options, PAGED_BACKEND_SLOW_REQUEST_S="0")
+def test_installed_package_is_found_by_name_in_an_environment_of_its_own(installed):
+    report = installed[0]["reports"]["shortest"]
     assert report["source"] == "paged-backend-shortest 0.1.0"
     assert report["policy"] == "ShortestPredicted"
-    assert "took" in log
-    assert environment.run("shortest", options, PAGED_BACKEND_PLUGINS="").returncode != 0
+    assert "took" in installed[1]
 
 
 @pytest.mark.slow
-def test_package_written_from_the_readme_alone_installs_and_runs(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for name, text in re.findall(r"^```\w+\n# (my_policies\.py|pyproject\.toml)\n(.*?)^```", README, re.DOTALL | re.M):
-        (source / name).write_text(text)
-    environment = Environment(tmp_path)
-    environment.install(source)
-    report, _ = environment.report("my_policies", {"scheduler": "short_prompts_first"})
+def test_package_written_from_the_readme_alone_installs_and_runs(installed):
+    report = installed[0]["reports"]["my_policies"]
     assert report["source"] == "my-policies 0.1.0"
     assert report["policy"] == "ShortPromptsFirst"
+
+
+@pytest.mark.slow
+def test_installed_packages_are_left_alone_where_no_plugin_is_wanted(installed):
+    assert installed[0]["unwanted"]
+    assert {"shortest", "my_policies"}.isdisjoint(installed[0]["unwanted"])

@@ -94,7 +94,7 @@ def test_every_row_of_a_mixed_batch_equals_transformers_processors(data: st.Data
 
 # Chi-square of drawn tokens against what stock would draw from.
 
-VOCAB_SIZE, NUM_DRAWS = 16, 10_000
+VOCAB_SIZE, NUM_DRAWS = 16, 4000
 WARPERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.7},
     "cold": {"temperature": 0.6},

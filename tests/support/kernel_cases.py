@@ -150,7 +150,7 @@ def is_visible(position: int, key_position: int, window: int | None, chunk: int 
 
 
 def oracle(case: Case, **changes) -> torch.Tensor:
-    """The attention of a case, one query token and one head at a time, in float32.
+    """The attention of a case, one query token at a time, in float32.
 
     `changes` override the case's options, to see that a comparison would notice; `kv_head_of` replaces the rule that
     maps a query head to its KV head.
@@ -160,6 +160,7 @@ def oracle(case: Case, **changes) -> torch.Tensor:
     num_heads = case.query.shape[1]
     group = num_heads // case.key_cache.shape[1]
     kv_head_of = options.get("kv_head_of", lambda head: head // group)
+    kv_heads = [kv_head_of(head) for head in range(num_heads)]
     block_size = case.key_cache.shape[2]
     keys, values = case.key_cache.float(), case.value_cache.float()
     if "key_scale" in options:
@@ -177,15 +178,15 @@ def oracle(case: Case, **changes) -> torch.Tensor:
                 continue
             blocks = [table[j // block_size] for j in seen]
             offsets = [j % block_size for j in seen]
-            for head in range(num_heads):
-                kv_head = kv_head_of(head)
-                scores = keys[blocks, kv_head, offsets] @ case.query[starts[row] + i, head].float() * options["scale"]
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[head].float()[None]))
-                weights = torch.softmax(scores, 0)[: len(seen)]
-                output[starts[row] + i, head] = weights @ values[blocks, kv_head, offsets]
+            # [tokens seen, num_heads, dim], and scores [tokens seen, num_heads].
+            key, value = (cache[blocks, :, offsets][:, kv_heads] for cache in (keys, values))
+            scores = (key * case.query[starts[row] + i].float()).sum(-1) * options["scale"]
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.float()[None]))
+            weights = torch.softmax(scores, 0)[: len(seen)]
+            output[starts[row] + i] = (weights[..., None] * value).sum(0)
     return output
 
 

@@ -70,13 +70,14 @@ def _classes(load: Callable[[str], Any]) -> SimpleNamespace:
 def check_decode(load: Callable[[str], Any], backend: str) -> None:
     """Raises AssertionError unless decode_attention equals the oracle on cases that use every feature."""
     run = load("decode_attention").decode_attention
-    for options in (
-        {"group": 3, "window": 20, "softcap": 3.0, "sinks": True},
-        {"group": 2, "chunk": 24, "cache_dtype": torch.int8},
-        {"group": 1, "value_dim": 16, "cache_dtype": torch.float8_e4m3fn},
-        {"group": 2, "sinks": True},
+    # Two are long enough to be split, one of them without sinks.
+    for longest, options in (
+        (301, {"group": 2, "sinks": True}),
+        (90, {"group": 3, "window": 20, "softcap": 3.0, "sinks": True}),
+        (90, {"group": 2, "chunk": 24, "cache_dtype": torch.int8}),
+        (301, {"group": 1, "value_dim": 16, "cache_dtype": torch.float8_e4m3fn}),
     ):
-        case = make_case([37, 0, 16, 301], key_dim=24, scale=0.5, **options)
+        case = make_case([37, 0, 16, longest], key_dim=24, scale=0.5, **options)
         output = run(case.query, *case.values(_classes(load)), backend=_backend(load, backend))
         assert_attention_close(output, oracle(case))
 
@@ -90,7 +91,7 @@ def check_prefill(load: Callable[[str], Any], backend: str) -> None:
         {"group": 2, "window": 70},
         {"group": 1, "value_dim": 16},
     ):
-        case = make_case([37, 1, 16, 150], [37, 1, 3, 100], num_kv_heads=1, key_dim=24, scale=0.5, **options)
+        case = make_case([37, 1, 16, 110], [37, 1, 3, 70], num_kv_heads=1, key_dim=24, scale=0.5, **options)
         padding = torch.zeros_like(case.query[:2])
         query = torch.cat((case.query, padding))
         output = run(query, *case.values(_classes(load)), backend=_backend(load, backend))

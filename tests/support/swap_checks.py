@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from paged_backend import Engine, SamplingParams
 
 PROMPTS = [list(range(5, 45)), [9, 20, 33], [7] * 17, list(range(100, 130))]
-NUM_TOKENS = 14
+NUM_TOKENS = 8
 # Families whose layers have the common pattern, and those of which only parts are known.
 WHOLE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
 PARTLY = ["gpt2", "opt", "phimoe", "llama4", "deepseek_v2", "gpt_oss"]

@@ -34,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import paged_backend
 from paged_backend import Engine, SamplingParams
 from paged_backend.errors import UnsupportedCall, UnsupportedModel
+from paged_backend.model.proof import prove
 from paged_backend.model.twin import Twin
 
 README = Path(__file__).parents[2] / "integrations" / "README.md"
@@ -43,7 +44,9 @@ EQUAL, REFUSED, NOT_BUILT = "equal", "refused", "not built"
 _MAX_PARAMETERS = 5_000_000
 _MAX_SECONDS = 120
 _PROMPT_LENGTHS = (13, 21, 4)
-_NUM_TOKENS = 12
+_NUM_TOKENS = 8
+# Chunks of prompts, and steps that hold more than one request.
+_CONFIG = {"block_size": 5, "max_num_batched_tokens": 8, "max_num_seqs": 4}
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,18 @@ def walk_class(name: str) -> Row:
         except Exception as error:
             return row(NOT_BUILT, _short(f"{type(error).__name__}: {error}"))
         try:
-            engine = Engine(model, block_size=5, max_num_batched_tokens=8, max_num_seqs=4)
+            twin = Twin(model)
+            if twin.mixers:
+                # Which way they go on from a state is found by trying.
+                prove(model, twin)
+            prompts = [twin.sample_token_ids(length, seed) for seed, length in enumerate(_PROMPT_LENGTHS)]
+            refused = compare_generate(model, prompts)
+            if refused:
+                compare_engine(model, prompts)
         except UnsupportedModel as error:
             return row(REFUSED, _short(str(error)))
-        with engine:
-            compare(model, engine)
-            mode = engine.twin.state_mode
-        return row(EQUAL, ", ".join(filter(None, [mode and f"state {mode}", compare_generate(model)])))
+        compare_logits(model, twin, prompts)
+        return row(EQUAL, ", ".join(filter(None, [twin.state_mode and f"state {twin.state_mode}", refused])))
 
 
 def build(name: str) -> PreTrainedModel:
@@ -110,40 +118,39 @@ def build(name: str) -> PreTrainedModel:
     return model
 
 
-def compare(model: PreTrainedModel, engine: Engine) -> None:
-    """Logits packed, in chunks and decoded against lone stock forwards; greedy tokens against stock ``generate``."""
-    twin = engine.twin
-    prompts = [twin.sample_token_ids(length, seed) for seed, length in enumerate(_PROMPT_LENGTHS)]
-    with torch.no_grad():
-        expected = [model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
-    own_twin = Twin(model)
-    if engine.twin.state_mode:
-        own_twin.state_mode = engine.twin.state_mode
+@torch.no_grad()
+def compare_logits(model: PreTrainedModel, twin: Twin, prompts: list[list[int]]) -> None:
+    """Logits packed, in chunks and decoded against lone stock forwards."""
+    expected = [model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
     for cuts in ([], [6, 3], [5, 1, 1, 1]):
-        for prompt, got, want in zip(prompts, stepped_logits(own_twin, prompts, cuts), expected, strict=True):
+        for prompt, got, want in zip(prompts, stepped_logits(twin, prompts, cuts), expected, strict=True):
             assert_close_logits(got, want, f"{len(prompt)} tokens after chunks of {cuts}", routed=_is_routed(model))
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, _NUM_TOKENS))
 
 
-def compare_generate(model: PreTrainedModel) -> str:
+def compare_generate(model: PreTrainedModel, prompts: list[list[int]]) -> str:
     """Padded rows through ``generate`` with and without the engine; returns what of it is refused, if anything."""
-    twin = Twin(model)
-    inputs = left_pad([twin.sample_token_ids(length, seed) for seed, length in enumerate(_PROMPT_LENGTHS)])
+    inputs = left_pad(prompts)
     options = {"max_new_tokens": _NUM_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    stock = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
     paged_backend.install()
     try:
-        paged = model.generate(**inputs, **options, cache_impl="paged", paged_config={"optimize": "none"})
+        paged = model.generate(**inputs, **options, cache_impl="paged", paged_config=_CONFIG)
     except UnsupportedCall as error:
         what, _, _ = str(error).partition(" is not served by")
         return _short(f"generate refuses {what.rstrip(',')}")
     finally:
         paged_backend.uninstall()
         paged_backend.release(model)
+    stock = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
     assert_same_tokens(paged, stock.sequences, stock.scores)
     return ""
+
+
+def compare_engine(model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """Greedy tokens of an engine against those of stock ``generate``, one prompt at a time."""
+    with Engine(model, **_CONFIG) as engine:
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, _NUM_TOKENS))
 
 
 def assert_close_logits(got: torch.Tensor, want: torch.Tensor, what: str, routed: bool) -> None:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from pairwise import pairwise
 from stock_equality import (
     LENGTH,
     RAGGED,
@@ -43,24 +44,22 @@ def assert_same_output(ours, stocks):
     assert_same_cache(ours.cache, stocks.cache)
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["to the end", "rows end early"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        FIELDS,
-        SCORES,
-        {**FIELDS, "output_scores": True},
-        {**FIELDS, "output_logits": True, "repetition_penalty": 1.3},
-        {**SCORES, "no_repeat_ngram_size": 2, "min_new_tokens": 6},
-        {**FIELDS, "use_cache": False},
-    ],
-    ids=["fields", "all", "scores", "logits", "processed", "no cache"],
-)
-def test_every_field_equals_stock(llama, options, ends):
+OPTIONS = {
+    "fields": FIELDS,
+    "all": SCORES,
+    "scores": {**FIELDS, "output_scores": True},
+    "logits": {**FIELDS, "output_logits": True, "repetition_penalty": 1.3},
+    "processed": {**SCORES, "no_repeat_ngram_size": 2, "min_new_tokens": 6},
+    "no cache": {**FIELDS, "use_cache": False},
+}
+
+
+@pytest.mark.parametrize(("name", "ends", "chunk"), pairwise(list(OPTIONS), (False, True), (None, 9)))
+def test_every_field_equals_stock(llama, name, ends, chunk):
     eos = tokens_drawn_early(llama, 4) if ends else None
-    for paged_config in (None, {"max_num_batched_tokens": 9}):
-        stock, ours = both(llama, **options, eos_token_id=eos, pad_token_id=9, paged_config=paged_config)
-        assert_same_output(ours, stock)
+    config = chunk and {"max_num_batched_tokens": chunk}
+    stock, ours = both(llama, **OPTIONS[name], eos_token_id=eos, pad_token_id=9, paged_config=config)
+    assert_same_output(ours, stock)
 
 
 def test_finished_rows_keep_the_scores_that_stock_gives_padding(llama):

@@ -7,8 +7,7 @@ import functools
 import gc
 import io
 import pickle
-import subprocess
-import sys
+import runpy
 import weakref
 
 import pytest
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin
 
 import paged_backend
 from paged_backend.errors import ConfigError
-from paged_backend.integrations.huggingface import engines
+from paged_backend.integrations.huggingface import engines, patches
 
 INPUTS = left_padded([5, 9])
 SHORT = {"max_new_tokens": 6}
@@ -34,11 +33,11 @@ def paged(model, **options):
 
 
 def test_importing_the_package_patches_nothing():
-    code = (
-        "import paged_backend, transformers; before = transformers.GenerationMixin.generate;"
-        "import paged_backend.integrations.huggingface.patches; assert transformers.GenerationMixin.generate is before"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    paged_backend.uninstall()
+    stock = patched_functions()
+    for module in (paged_backend, patches):
+        runpy.run_path(module.__file__)
+    assert patched_functions() == stock
 
 
 def test_installing_twice_is_installing_once():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +13,6 @@ from pathlib import Path
 import pytest
 import run_transformers_tests
 
-PROGRAM = run_transformers_tests.__file__
 LLAMA = "tests/models/llama/test_modeling_llama.py"
 FILES = {
     "tests/__init__.py": "",
@@ -104,9 +105,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    result = subprocess.run([sys.executable, PROGRAM, *map(str, arguments)], capture_output=True, text=True)
-    return result.returncode, result.stdout
+# Every run of the program, one after the other in one process: its exit status ends what each prints.
+_RUN_EACH = """
+import json, sys
+from run_transformers_tests import main
+for arguments in json.loads(sys.argv[1]):
+    status = main(arguments)
+    print(f"exit status {status}", flush=True)
+"""
 
 
 def line(output: str, test: str) -> str:
@@ -115,8 +121,21 @@ def line(output: str, test: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def ordinary(checkout: Path) -> tuple[int, str]:
-    return run(checkout, "--models", "llama", "--ordinary-inputs", "--compare")
+def runs(checkout: Path) -> list[tuple[int, str]]:
+    """Exit status and output on inputs as they are drawn, where no test is found, and on ordinary inputs."""
+    folder = [str(checkout), "--models", "llama"]
+    # Ordinary inputs last, since the classes of the tests go on drawing them.
+    each = [[*folder, "-k", "same_twice"], [*folder, "-k", "nosuch"], [*folder, "--ordinary-inputs", "--compare"]]
+    command = [sys.executable, "-c", _RUN_EACH, json.dumps(each)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(run_transformers_tests.__file__).parent)}
+    output = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+    parts = re.split(r"^exit status (\d)\n", output, flags=re.MULTILINE)
+    return [(int(status), text) for text, status in zip(parts[::2], parts[1::2], strict=False)]
+
+
+@pytest.fixture
+def ordinary(runs: list[tuple[int, str]]) -> tuple[int, str]:
+    return runs[2]
 
 
 def test_a_test_whose_calls_are_all_served_passes(ordinary: tuple[int, str]) -> None:
@@ -147,16 +166,14 @@ def test_the_totals_count_each_kind_and_leave_out_what_calls_nothing(ordinary: t
     assert "test_of_something_else" not in ordinary[1]
 
 
-@pytest.mark.slow
-def test_inputs_as_they_are_drawn_are_refused_where_the_engine_refuses_them(checkout: Path) -> None:
-    status, output = run(checkout, "--models", "llama", "-k", "same_twice")
+def test_inputs_as_they_are_drawn_are_refused_where_the_engine_refuses_them(runs: list[tuple[int, str]]) -> None:
+    status, output = runs[0]
     assert re.fullmatch(r"refused +\S+ +2 refused: padding on the right", line(output, "test_generate_same_twice"))
     assert status == 0
 
 
-@pytest.mark.slow
-def test_a_run_that_finds_no_test_is_no_success(checkout: Path) -> None:
-    assert run(checkout, "--models", "llama", "-k", "nosuch")[0] == 2
+def test_a_run_that_finds_no_test_is_no_success(runs: list[tuple[int, str]]) -> None:
+    assert runs[1][0] == 2
 
 
 def test_a_file_that_is_not_there_is_named(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,19 @@ from tiny_configs import tiny_config
 from walk_models import EQUAL, NOT_BUILT, REFUSED, causal_classes, walk_class
 
 VERSION, TABLE = walk_models.read_table()
-SLICES = 8
+SLICES = 4
+# One of each way to come out; the rest is walked in slices.
+SAMPLE = [
+    "LlamaForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Gemma3nForCausalLM",
+    "GotOcr2ForConditionalGeneration",
+    "WhisperForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "FalconForCausalLM",
+    "MambaForCausalLM",
+]
+REST = [name for name in causal_classes() if name not in SAMPLE]
 stated_version = pytest.mark.skipif(
     transformers.__version__ != VERSION, reason=f"the table states transformers {VERSION}, not the installed one"
 )
@@ -30,24 +42,12 @@ def check(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(SLICES))
-def test_every_class_does_what_the_table_says(part: int) -> None:
-    for name in list(causal_classes())[part::SLICES]:
+def test_every_other_class_does_what_the_table_says(part: int) -> None:
+    for name in REST[part::SLICES]:
         check(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "LlamaForCausalLM",
-        "Gemma3ForConditionalGeneration",
-        "Gemma3nForCausalLM",
-        "GotOcr2ForConditionalGeneration",
-        "WhisperForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "FalconForCausalLM",
-        "MambaForCausalLM",
-    ],
-)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_does_what_the_table_says(name: str) -> None:
     check(name)
 
