@@ -1,4 +1,4 @@
-"""Models of the shapes of real checkpoints that keep recurrent or convolution state, with few layers and random weights."""
+"""Models of the shapes of real checkpoints that keep recurrent state, with few layers and random weights."""
 
 from __future__ import annotations
 

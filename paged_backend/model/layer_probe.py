@@ -392,6 +392,8 @@ def _check_independence(near: _Recording, far: _Recording, layers: list[LayerSpe
 
 
 def _change(old: torch.Tensor, new: torch.Tensor) -> float:
-    """The distance of ``new`` as a share of ``old``; infinite where one of them is no number."""
+    """The distance of ``new`` as a share of ``old``; infinite where one is no number, or of another shape."""
+    if old.shape != new.shape:
+        return torch.inf
     change = ((old.float() - new.float()).norm() / old.float().norm().clamp_min(1e-30)).item()
     return change if change == change else torch.inf

@@ -176,19 +176,23 @@ def _run(
 def _lone_logits(model: PreTrainedModel, twin: Twin, sequences: list[list[int]]) -> list[torch.Tensor]:
     """The model's own logits: of each sequence in one forward pass but for the last token, decoded with its cache."""
     plain = plain_model(model)
-    logits = []
     with _untouched(plain, twin), torch.no_grad():
-        for tokens in sequences:
-            ids = torch.tensor([tokens], device=twin.device)
-            output = run_with_cache(plain, ids[:, :-1])
-            cache = cache_of(output)
-            if cache is None:
-                logits.append(logits_of(plain(input_ids=ids, use_cache=False)))
-                continue
-            _check_cache(cache, twin)
-            last = run_with_cache(plain, ids[:, -1:], len(tokens) - 1, cache)
-            logits.append(torch.cat([logits_of(output), logits_of(last)]))
-    return logits
+        try:
+            return [_own_logits(plain, torch.tensor([tokens], device=twin.device), twin) for tokens in sequences]
+        except Unprovable:
+            raise
+        except Exception as error:
+            raise Unprovable(f"it does not run with its own cache: {error}") from error
+
+
+def _own_logits(plain: torch.nn.Module, ids: torch.Tensor, twin: Twin) -> torch.Tensor:
+    output = run_with_cache(plain, ids[:, :-1])
+    cache = cache_of(output)
+    if cache is None:
+        return logits_of(plain(input_ids=ids, use_cache=False))
+    _check_cache(cache, twin)
+    last = run_with_cache(plain, ids[:, -1:], ids.shape[1] - 1, cache)
+    return torch.cat([logits_of(output), logits_of(last)])
 
 
 def _masks_padding(model: PreTrainedModel, twin: Twin, tokens: list[int], expected: torch.Tensor) -> bool:

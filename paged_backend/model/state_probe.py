@@ -43,7 +43,10 @@ def find_mixers(model: PreTrainedModel, token_ids: torch.Tensor) -> list[Mixer]:
         if held or (isinstance(cache, Cache) and _keeps_state(cache)):
             after_first = {path: path.value.clone() for paths in held.values() for path in paths}
             with _watched(cache, calls) as asked:
-                run_with_cache(model, token_ids[None, -1:], token_ids.numel() - 1, cache)
+                try:
+                    run_with_cache(model, token_ids[None, -1:], token_ids.numel() - 1, cache)
+                except Exception as error:
+                    raise Unprovable(f"it cannot go on from a state of its own: {error}") from error
             held = {name: [path for path in paths if path.changed(after_first[path])] for name, paths in held.items()}
     found: list[tuple[str, nn.Module, KeptState, list[torch.Tensor]]] = []
     for name, module in model.named_modules():
@@ -76,14 +79,15 @@ def cache_of(output: Any) -> Any:
 def run_with_cache(model: nn.Module, ids: torch.Tensor, position: int = 0, cache: Any = None) -> Any:
     """The output of ``model`` for token ids ``[1, num_tokens]`` from ``position`` on, which it adds to its ``cache``.
 
-    It is told their positions, as ``generate`` tells it. Without a cache it makes one, if it can.
+    Without a cache it makes one, if it can. With one it is told positions, as ``generate`` tells it, since some models
+    count them wrongly by themselves.
     """
     parameters = inspect.signature(model.forward).parameters
     kwargs: dict[str, Any] = {"use_cache": True}
-    if "position_ids" in parameters:
-        kwargs["position_ids"] = torch.arange(position, position + ids.shape[1], device=ids.device)[None]
     if cache is not None:
         kwargs[next(name for name in CACHE_NAMES if name in parameters)] = cache
+        if "position_ids" in parameters:
+            kwargs["position_ids"] = torch.arange(position, position + ids.shape[1], device=ids.device)[None]
     return model(input_ids=ids, **kwargs)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from recurrent_models import FAMILIES, make_recurrent
@@ -10,7 +12,7 @@ from torch import nn
 
 from paged_backend.model.kept_state import HeldState
 from paged_backend.model.layer_probe import Unprovable
-from paged_backend.model.state_probe import find_mixers, run_with_cache
+from paged_backend.model.state_probe import cache_of, find_mixers, run_with_cache
 from paged_backend.model.twin import Twin
 
 IDS = torch.arange(3, 12)
@@ -93,11 +95,28 @@ def test_a_module_that_keeps_state_in_a_cache_that_it_is_not_given_is_refused():
 def test_the_decode_step_is_told_its_position_as_generate_tells_it():
     model = make_tiny("llama")
     seen = []
-    model.model.register_forward_pre_hook(lambda m, a, k: seen.append(k["position_ids"].tolist()), with_kwargs=True)
+    model.model.register_forward_pre_hook(lambda m, a, k: seen.append(k["position_ids"]), with_kwargs=True)
     with torch.inference_mode():
         output = run_with_cache(model, IDS[None, :-1])
-        run_with_cache(model, IDS[None, -1:], 8, output.past_key_values)
-    assert seen == [[[*range(8)]], [[8]]]
+        run_with_cache(model, IDS[None, -1:], 8, cache_of(output))
+    assert seen[0] is None
+    assert seen[1].tolist() == [[8]]
+
+
+def test_a_model_that_cannot_go_on_from_its_own_state_is_refused_with_what_it_said():
+    model = make_recurrent("lfm2")
+    conv = model.model.layers[0].conv
+    own = conv.forward
+
+    @functools.wraps(own)
+    def forward(hidden_states, *args, **kwargs):
+        if hidden_states.shape[1] == 1:
+            raise ValueError("no")
+        return own(hidden_states, *args, **kwargs)
+
+    conv.forward = forward
+    with pytest.raises(Unprovable, match="it cannot go on from a state of its own: no"):
+        mixers_of(model)
 
 
 def test_attributes_that_flip_in_ordinary_use_make_no_model_stale():
