@@ -134,7 +134,8 @@ class _Calls:
 
 def _keeps_state(cache: Cache) -> bool:
     """Whether there is a tensor in ``cache`` that is neither a key nor a value."""
-    in_layers = (getattr(layer, name, None) for layer in cache.layers for name in _STATES)
+    # A cache for encoders and decoders has no layers, but two caches.
+    in_layers = (getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in _STATES)
     if any(value is not None for states in in_layers if states for value in states.values()):
         return True
     return any(True for _ in _per_layer_lists(cache))
