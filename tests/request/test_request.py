@@ -10,6 +10,10 @@ from paged_backend.request.state import RequestState
 from paged_backend.sampling_params import SamplingParams
 
 
+class Marker:
+    """Something to see go."""
+
+
 def make(num_tokens: int = 3, **options) -> Request:
     return Request("a", list(range(num_tokens)), SamplingParams(max_tokens=5), 1.5, 0, **options)
 
@@ -67,9 +71,12 @@ def test_forks_take_seats_of_their_own():
 
 
 def test_without_its_view_a_request_goes_with_its_last_reference():
-    request = make()
+    # A request takes no weak references; what it alone holds tells when it is gone.
+    request = make(metadata=set())
+    request.metadata.add(marker := Marker())
+    alive = weakref.ref(marker)
+    del marker
     assert request.view is request.view
-    alive = weakref.ref(request)
     request.forget_view()
     gc.disable()
     try:
