@@ -160,6 +160,17 @@ def test_keys_and_values_without_a_state_are_no_hit_and_the_branch_leaves_one():
     assert start(manager, make_request([1] * 16 + [4] * 5, 2)) == 16
 
 
+def test_a_prompt_goes_on_from_the_deepest_state_of_its_beginning():
+    manager = make_manager("full", 60, num_snapshots=8)
+    for order, tokens in enumerate(([1] * 16 + [2] * 13, [1] * 8 + [3] * 5, [1] * 16 + [4] * 5)):
+        request = make_request(tokens, order)
+        start(manager, request)
+        while request.num_uncomputed_tokens:
+            compute(manager, request, min(12, request.num_uncomputed_tokens))
+    assert {8, 16} <= set(snapshots(manager))
+    assert start(manager, make_request([1] * 16 + [2] * 9, 9)) == 16
+
+
 def test_a_running_request_keeps_only_its_latest_state_and_the_next_turn_goes_on_from_it():
     manager = make_manager("full", 40, num_snapshots=8)
     request = run(manager, [1] * 5, 0, num_new=20)
