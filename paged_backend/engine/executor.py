@@ -47,7 +47,7 @@ class Executor:
         try:
             batch = self._batch(requests)
             if self.blocks.states is not None:
-                self.runner.states.grow(self.blocks.states.num_made)
+                self.runner.states.grow(self.blocks.states.num_made, self.blocks.max_states)
             watch.lap("batch")
             return self.runner.forward(batch)
         except Exception as error:

@@ -226,7 +226,11 @@ class ServedModel:
 
     def fit(self, lengths: Sequence[int], *, is_idle: bool) -> None:
         """Size an elastic cache so that requests of these lengths run at once; an idle one may shrink."""
-        if not self.elastic or not self.groups:
+        if not self.elastic:
+            return
+        if not self.groups:
+            if is_idle:
+                self._shrink_states(len(lengths))
             return
         need = self._blocks_for(sorted(lengths, reverse=True)[: self.num_seats])
         have = self.num_blocks
@@ -236,6 +240,14 @@ class ServedModel:
             self.blocks.reset()
             self.runner.states.clear()
             self._resize(need)
+
+    def _shrink_states(self, num_requests: int) -> None:
+        """Give the slots of states back when those that no prefix keeps are many more than so many requests take."""
+        books, states = self.blocks.states, self.runner.states
+        need = SLOTS_PER_SEAT * min(num_requests, self.num_seats)
+        if books is not None and states.num_slots - books.num_kept > SHRINK_FACTOR * need:
+            self.blocks.reset()
+            states.clear()
 
     def make_room(self, request: Request, unfinished: Iterable[Request]) -> None:
         """Let an elastic cache grow, by half at least, until ``request`` and its forks can run beside ``unfinished``.

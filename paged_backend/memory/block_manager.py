@@ -10,6 +10,7 @@ import numpy as np
 
 from paged_backend.errors import IntegrityError, RequestRefused
 from paged_backend.memory.block_pool import BlockPool
+from paged_backend.memory.cache_sizing import SLOTS_PER_SEAT
 from paged_backend.memory.kv_cache import KVGroup
 from paged_backend.memory.pins import PrefixPins
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
@@ -98,6 +99,11 @@ class BlockManager:
     @property
     def num_free_seats(self) -> int:
         return len(self._free_seats)
+
+    @property
+    def max_states(self) -> int:
+        """Slots of recurrent states that may be in use at once, by requests and for prefixes."""
+        return 0 if self.states is None else SLOTS_PER_SEAT * self.max_num_seqs + self.states.num_snapshots
 
     def num_held(self, request: Request) -> int:
         """Blocks over all groups that ``request`` holds."""

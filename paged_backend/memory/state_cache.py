@@ -55,14 +55,19 @@ class StateCache:
         """Reserved bytes over all states."""
         return self.num_slots * self.bytes_per_slot
 
-    def grow(self, num_slots: int) -> None:
-        """Have at least ``num_slots``; contents stay. Raises RuntimeError or MemoryError where there is no memory."""
+    def grow(self, num_slots: int, most: int | None = None) -> None:
+        """Have at least ``num_slots``, and not more than ``most`` ahead of need; contents stay.
+
+        Raises RuntimeError or MemoryError where there is no memory.
+        """
         have = self.num_slots
         if num_slots <= have:
             return
+        ahead = have * 3 // 2
+        count = max(num_slots, ahead if most is None else min(ahead, most))
         pools = []
         for pool in self.pools:
-            larger = pool.new_empty(max(num_slots, have * 3 // 2), *pool.shape[1:])
+            larger = pool.new_empty(count, *pool.shape[1:])
             larger[:have] = pool
             pools.append(larger)
         self.pools = pools

@@ -99,9 +99,11 @@ class StateSlots:
         self._give_up_plan(seat)
         first, source = request.num_computed_tokens, seat.slot
         last = first + count
-        for end in [*sorted(stop for stop in seat.stops if first < stop < last), last]:
-            if end < last and not self._make_room():
-                continue
+        ends: list[int] = []
+        for stop in sorted(stop for stop in seat.stops if first < stop < last):
+            if self._make_room(len(ends)):
+                ends.append(stop)
+        for end in [*ends, last]:
             span = Span(first, end, source, self._take())
             seat.planned.append(span)
             first, source = end, span.target
@@ -181,9 +183,9 @@ class StateSlots:
         node.snapshot = self._snapshots[node] = slot
         return True
 
-    def _make_room(self) -> bool:
-        """Whether one more slot may be kept for a snapshot, after whatever may go went."""
-        on_their_way = sum(len(seat.passed) + max(0, len(seat.planned) - 1) for seat in self._seats.values())
+    def _make_room(self, num_more: int = 0) -> bool:
+        """Whether one more slot, beside ``num_more``, may be kept for a snapshot, after whatever may go went."""
+        on_their_way = num_more + sum(len(seat.passed) + max(0, len(seat.planned) - 1) for seat in self._seats.values())
         while len(self._snapshots) + on_their_way >= self.num_snapshots:
             victim = next((node for node in self._snapshots if not node.snapshot_pins), None)
             if victim is None:

@@ -217,6 +217,30 @@ def test_memory_holds_the_states_of_running_requests_and_limits_how_many_run(hyb
         Engine(hybrid.model, **OPTIONS, kv_cache_memory=2 * each - 1)
 
 
+def test_states_are_never_reserved_beyond_what_requests_and_prefixes_may_take(hybrid):
+    with Engine(hybrid.model, **OPTIONS) as engine:
+        each = engine.runner.states.bytes_per_slot
+    # Growing by half at a time would come to 9 slots.
+    with Engine(hybrid.model, **OPTIONS | {"max_num_seqs": 3}, snapshot_memory=each) as engine:
+        engine.generate(hybrid.prompts, GREEDY)
+        assert engine.stats().states.num_reserved_slots <= 2 * 3 + 1
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
+def test_an_elastic_engine_gives_back_the_states_of_many_requests(family):
+    model, prompts = make_recurrent(family), draw_prompts([9] * 24)
+    with Engine(model, block_size=5, optimize="none", elastic=True) as engine:
+        engine.fit([12] * 24)
+        engine.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert engine.stats().states.num_reserved_slots >= 48
+        engine.fit([12] * 20)
+        assert engine.stats().states.num_reserved_slots >= 48
+        engine.fit([12])
+        assert engine.stats().states.num_reserved_slots == 0
+        (output,) = engine.generate(prompts[:1], GREEDY)
+        assert_greedy(model, prompts[0], output.token_ids, stock_greedy(model, prompts[0], NUM_TOKENS))
+
+
 def test_without_attention_memory_is_told_in_states_alone():
     with Engine(make_recurrent("mamba2"), **OPTIONS) as engine:
         text = engine.explain_memory()

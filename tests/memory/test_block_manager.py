@@ -70,7 +70,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         spans = self.manager.states.plan(request, count)
         assert [spans[0].first, spans[-1].end] == [request.num_computed_tokens, request.num_computed_tokens + count]
+        assert self.manager.states.num_held <= self.manager.max_states
         for span in spans:
+            assert span.first < span.end
             before = self.written(request, span.first - 1) if span.first else ()
             assert self.states[span.source] == before
             self.states[span.target] = self.written(request, span.end - 1)

@@ -91,6 +91,66 @@ def test_a_chunk_is_cut_where_a_state_is_wanted():
     assert spans[1].source == spans[0].target
 
 
+def test_a_chunk_that_ends_where_a_state_is_wanted_leaves_it_and_the_next_one_begins_there():
+    manager = make_manager("full", 20, num_snapshots=4)
+    request = make_request([1] * 11, 0)
+    start(manager, request)
+    compute(manager, request, 8)
+    assert snapshots(manager) == [8]
+    assert [(span.first, span.end) for span in slots_of(manager).plan(request, 3)] == [(8, 11)]
+
+
+@pytest.mark.parametrize(("num_snapshots", "ends"), [(0, [21]), (1, [8, 21]), (2, [8, 20, 21])])
+def test_a_chunk_is_cut_only_where_there_is_room_for_a_state(num_snapshots, ends):
+    manager = make_manager("full", 40, num_snapshots=num_snapshots)
+    run(manager, [1] * 8 + [2] * 3, 0)
+    for node in manager.tree.nodes():
+        if node.snapshot is not None:
+            slots_of(manager)._drop(node)
+    request = make_request([1] * 8 + [3] * 13, 1)
+    start(manager, request)
+    assert [span.end for span in slots_of(manager).plan(request, 21)] == ends
+
+
+def test_the_end_of_a_chunk_is_no_reason_to_keep_a_state():
+    manager = make_manager("full", 40, num_snapshots=8)
+    run(manager, [1] * 8 + [2] * 14, 0)
+    before = snapshots(manager)
+    request = make_request([1] * 4 + [3] * 25, 1)
+    start(manager, request)
+    compute(manager, request, 12)
+    assert snapshots(manager) == sorted([*before, 4])
+
+
+def test_what_a_prompt_left_stays_when_its_answer_goes_on():
+    manager = make_manager("full", 40, num_snapshots=8)
+    request = make_request([1] * 11, 0)
+    start(manager, request)
+    compute(manager, request, 8)
+    compute(manager, request, 3)
+    for _ in range(10):
+        request.append_token(7)
+        compute(manager, request, 1)
+    assert snapshots(manager) == [8, 20]
+
+
+def test_a_pinned_state_stays_when_the_request_that_left_it_goes_on():
+    manager = make_manager("full", 40, num_snapshots=8)
+    assert manager.pin([1] * 5 + [7] * 3) == 8
+    run(manager, [1] * 5, 0, num_new=8)
+    assert snapshots(manager) == [4, 8, 12]
+
+
+def test_the_latest_state_of_a_request_that_ended_goes_no_sooner_than_older_ones():
+    manager = make_manager("full", 60, num_snapshots=3)
+    manager.free(run(manager, [2] * 5, 0), 0.0)
+    request = run(manager, [1] * 5, 1, num_new=4)
+    manager.free(request, 0.0)
+    manager.free(run(manager, [3] * 5, 2), 0.0)
+    assert start(manager, make_request([*request.token_ids, 9], 3)) == 8
+    assert start(manager, make_request([2] * 5, 4)) == 0
+
+
 def test_keys_and_values_without_a_state_are_no_hit_and_the_branch_leaves_one():
     manager = make_manager("full", 40, num_snapshots=8)
     run(manager, [1] * 16 + [2] * 5, 0)
@@ -98,6 +158,17 @@ def test_keys_and_values_without_a_state_are_no_hit_and_the_branch_leaves_one():
     assert run(manager, branch, 1).num_computed_tokens == 21
     assert 16 in snapshots(manager)
     assert start(manager, make_request([1] * 16 + [4] * 5, 2)) == 16
+
+
+def test_a_prompt_goes_on_from_the_deepest_state_of_its_beginning():
+    manager = make_manager("full", 60, num_snapshots=8)
+    for order, tokens in enumerate(([1] * 16 + [2] * 13, [1] * 8 + [3] * 5, [1] * 16 + [4] * 5)):
+        request = make_request(tokens, order)
+        start(manager, request)
+        while request.num_uncomputed_tokens:
+            compute(manager, request, min(12, request.num_uncomputed_tokens))
+    assert {8, 16} <= set(snapshots(manager))
+    assert start(manager, make_request([1] * 16 + [2] * 9, 9)) == 16
 
 
 def test_a_running_request_keeps_only_its_latest_state_and_the_next_turn_goes_on_from_it():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from recurrent_models import make_recurrent
 from tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MoshiForCausalLM, PreTrainedModel
 
@@ -92,6 +93,14 @@ def test_families_with_habits_of_their_own_are_proven(model_type: str, arguments
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.1)
     prove(model, Twin(model))
+
+
+@pytest.mark.parametrize(("family", "mode"), [("mamba", "stepped"), ("falcon_mamba", "stepped"), ("mamba2", "native")])
+def test_a_state_that_a_chunk_ignores_is_noticed_though_half_precision_rounds_as_much(family: str, mode: str) -> None:
+    model = make_recurrent(family).to(torch.bfloat16)
+    twin = Twin(model)
+    prove(model, twin)
+    assert twin.state_mode == mode
 
 
 def change_rules(twin: Twin, change: Callable[[MaskRule], MaskRule]) -> None:
