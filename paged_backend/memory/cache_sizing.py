@@ -54,11 +54,20 @@ def seats_for_config(
 def snapshots_for_config(
     config: EngineConfig, groups: Sequence[KVGroup], bytes_per_state: int, device: torch.device
 ) -> int | None:
-    """How many prefixes may keep their recurrent state; None where there is none."""
+    """How many prefixes may keep their recurrent state; None where there is none.
+
+    Raises ConfigError when ``config.snapshot_memory`` holds none.
+    """
     if not bytes_per_state:
         return None
     if config.snapshot_memory is not None:
-        return parse_bytes("snapshot_memory", config.snapshot_memory) // bytes_per_state
+        count = parse_bytes("snapshot_memory", config.snapshot_memory) // bytes_per_state
+        if count < 1:
+            raise ConfigError(
+                f"snapshot_memory={describe(config.snapshot_memory)} does not hold the recurrent state of one prefix; "
+                f"give at least {bytes_per_state:,} bytes, or enable_prefix_caching=False to keep none"
+            )
+        return count
     if config.kv_cache_memory is None:
         return DEFAULT_SNAPSHOT_BUDGET // bytes_per_state
     return budget_bytes(config.kv_cache_memory, groups, config.max_num_seqs, 0, device) // 8 // bytes_per_state

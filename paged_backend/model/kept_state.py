@@ -18,6 +18,10 @@ State = torch.Tensor | StateRows
 Path = tuple[str, int | None]
 
 
+# The name under which the arguments of ``*args`` are, which no parameter has.
+POSITIONAL = "*"
+
+
 class KeptState(ABC):
     """The states of one module, in the order of ``paths``."""
 
@@ -48,7 +52,7 @@ class CachedState(KeptState):
         view = self._view(self.fresh if states is None else self.used)
         for path, state in zip(self.paths, states or (), strict=states is not None):
             self._put(view, path, state)
-        output = forward(**arguments | {self.argument: view})
+        output = _call(forward, arguments | {self.argument: view})
         return output, [self.get(view, path) for path in self.paths]
 
     def _view(self, cache: Any) -> Any:
@@ -105,8 +109,13 @@ class HeldState(KeptState):
         for index, path in enumerate(self.paths):
             path.module.__dict__[path.name] = None if states is None else states[index]
         try:
-            output = forward(**arguments | self._flags)
+            output = _call(forward, arguments | self._flags)
             return output, [path.value for path in self.paths]
         finally:
             for path in self.paths:
                 path.module.__dict__[path.name] = None
+
+
+def _call(forward: Forward, arguments: dict[str, Any]) -> Any:
+    named = dict(arguments)
+    return forward(*named.pop(POSITIONAL, ()), **named)

@@ -12,7 +12,7 @@ from torch import nn
 from paged_backend.memory.state_cache import StateCache, StateSpec
 from paged_backend.memory.state_slots import NO_SLOT
 from paged_backend.model.batch import Batch
-from paged_backend.model.kept_state import Attribute, CachedState, HeldState, KeptState, State
+from paged_backend.model.kept_state import POSITIONAL, Attribute, CachedState, HeldState, KeptState, State
 from paged_backend.model.state_rows import StateRows
 
 # How a chunk that goes on from a state is run: in one call, or token by token as decodes are.
@@ -170,12 +170,14 @@ class Mixer:
 
 
 def named_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those of ``**kwargs`` among them."""
+    """The arguments of a call by name, those of ``**kwargs`` among them, those of ``*args`` as a tuple of that name."""
     bound = signature.bind(*args, **kwargs)
     arguments = dict(bound.arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= arguments.pop(parameter.name, {})
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            arguments[POSITIONAL] = arguments.pop(parameter.name, ())
     return arguments
 
 

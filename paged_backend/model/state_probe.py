@@ -37,6 +37,7 @@ def find_mixers(model: PreTrainedModel, token_ids: torch.Tensor) -> list[Mixer]:
             output = run_with_cache(model, token_ids[None, :-1])
         except Exception:
             # What fails with a cache is told by the probes and the proof that follow.
+            _restore(model, before)
             return []
         cache = cache_of(output)
         held = _held_states(model, before)
@@ -51,7 +52,7 @@ def find_mixers(model: PreTrainedModel, token_ids: torch.Tensor) -> list[Mixer]:
     found: list[tuple[str, nn.Module, KeptState, list[torch.Tensor]]] = []
     for name, module in model.named_modules():
         if module in asked:
-            cached = _cached_state(name, module, model, cache, asked[module])
+            cached = _cached_state(name, calls.cache_names[module], model, cache, asked[module])
             found.append((name, module, cached, [cached.get(cache, path) for path in cached.paths]))
     for name, paths in held.items():
         if not paths:
@@ -66,7 +67,7 @@ def find_mixers(model: PreTrainedModel, token_ids: torch.Tensor) -> list[Mixer]:
             StateSpec(f"{name} {index}", tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
             for index, tensor in enumerate(tensors)
         ]
-        mixers.append(Mixer(name, module, kept, specs, first, calls.per_token(name, module, _cache_argument(module))))
+        mixers.append(Mixer(name, module, kept, specs, first, calls.per_token(name, module)))
         first += len(specs)
     return mixers
 
@@ -91,17 +92,13 @@ def run_with_cache(model: nn.Module, ids: torch.Tensor, position: int = 0, cache
     return model(input_ids=ids, **kwargs)
 
 
-def _cache_argument(module: nn.Module) -> str | None:
-    parameters = inspect.signature(module.forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
-
-
 class _Calls:
-    """How the modules of a model are called, pass by pass, and which of them runs at the moment."""
+    """How the modules of a model are called, pass by pass, by which name with a cache, and which of them runs now."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self.running: list[nn.Module] = []
+        self.cache_names: dict[nn.Module, str | None] = {}
         self._shapes: dict[nn.Module, list[dict[Place, tuple[int, ...]]]] = defaultdict(list)
 
     @contextmanager
@@ -110,6 +107,7 @@ class _Calls:
             self.running.append(module)
             arguments = named_arguments(inspect.signature(module.forward), args, kwargs)
             self._shapes[module].append(shapes_of(arguments))
+            self.cache_names[module] = next((name for name in CACHE_NAMES if name in arguments), None)
 
         def leave(module: nn.Module, *_: Any) -> None:
             self.running.pop()
@@ -120,15 +118,16 @@ class _Calls:
                 hooks.callback(module.register_forward_hook(leave).remove)
             yield
 
-    def per_token(self, name: str, module: nn.Module, cache_argument: str | None) -> frozenset[Place]:
+    def per_token(self, name: str, module: nn.Module) -> frozenset[Place]:
         """The tensors among the arguments of ``module`` that had as many rows as the pass had tokens."""
         if len(self._shapes[module]) != 2:
             raise Unprovable(f"{name} keeps state and does not run once a forward pass")
         many, one = self._shapes[module]
+        cache_name = self.cache_names[module]
         return frozenset(
             place
             for place, shape in many.items()
-            if place[0] != cache_argument and shape[:1] == (1,) and one.get(place) == (1, 1, *shape[2:]) != shape
+            if place[0] != cache_name and shape[:1] == (1,) and one.get(place) == (1, 1, *shape[2:]) != shape
         )
 
 
@@ -180,9 +179,9 @@ def _watched(cache: Any, calls: _Calls) -> Iterator[Mapping[nn.Module, set[tuple
 
 
 def _cached_state(
-    name: str, module: nn.Module, model: PreTrainedModel, cache: Any, asked: set[tuple[int, int]]
+    name: str, argument: str | None, model: PreTrainedModel, cache: Any, asked: set[tuple[int, int]]
 ) -> CachedState:
-    argument, layers = _cache_argument(module), {layer for layer, _ in asked}
+    layers = {layer for layer, _ in asked}
     if argument is None or len(layers) != 1:
         raise Unprovable(f"{name} keeps state of layers {sorted(layers)} in a cache that it is not given")
     index = layers.pop()

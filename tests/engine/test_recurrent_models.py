@@ -248,6 +248,25 @@ def test_without_attention_memory_is_told_in_states_alone():
     assert "3 layers keep a state of everything before, 33.0 KiB a request" in text
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_a_patch_of_the_mixers_class_acts_as_on_stock(family, monkeypatch):
+    model = make_recurrent(family)
+    with Engine(model, **OPTIONS) as engine:
+        name = engine.twin.mixers[0].name
+    kind = type(model.get_submodule(name))
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: 0.5 * own(self, *args, **kwargs))
+    prompt = draw_prompts([30])[0]
+    with Engine(model, **OPTIONS) as engine:
+        (output,) = engine.generate([prompt], GREEDY)
+    assert_greedy(model, prompt, output.token_ids, stock_greedy(model, prompt, NUM_TOKENS))
+
+
+def test_memory_for_less_than_one_snapshot_is_refused_with_what_one_takes(hybrid):
+    with pytest.raises(ConfigError, match=r"snapshot_memory=10 does not hold .* at least 12,288 bytes"):
+        Engine(hybrid.model, **OPTIONS, snapshot_memory=10)
+
+
 def test_a_long_answer_holds_two_states(hybrid):
     with Engine(hybrid.model, **OPTIONS, enable_prefix_caching=False) as engine:
         engine.generate([hybrid.prompts[0]], SamplingParams(max_tokens=60, ignore_eos=True))

@@ -13,7 +13,7 @@ from paged_backend.memory.kv_cache import KVCache
 from paged_backend.memory.state_cache import StateCache, StateSpec
 from paged_backend.memory.state_slots import NO_SLOT, Span
 from paged_backend.model.batch import Batch
-from paged_backend.model.kept_state import Attribute, HeldState
+from paged_backend.model.kept_state import POSITIONAL, Attribute, HeldState
 from paged_backend.model.mixer import NATIVE, STEPPED, Mixer, StateContext, named_arguments, shapes_of
 from paged_backend.model.runner import ModelRunner
 from paged_backend.model.state_spans import StateSpans
@@ -123,6 +123,11 @@ def test_arguments_are_named_and_their_tensors_found_where_they_are():
 
     arguments = named_arguments(inspect.signature(forward), (torch.zeros(1, 2),), {"z": {"a": [torch.zeros(3)]}})
     assert shapes_of(arguments) == {("x",): (1, 2), ("z", "a", 0): (3,)}
+
+
+def test_arguments_of_no_name_are_kept_in_their_order():
+    arguments = named_arguments(inspect.signature(lambda *args, **kwargs: None), (1, 2), {"a": 3})
+    assert arguments == {POSITIONAL: (1, 2), "a": 3}
 
 
 def test_the_way_is_native_until_the_proof_says_otherwise():

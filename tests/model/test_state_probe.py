@@ -79,17 +79,34 @@ def test_states_in_attributes_are_found_in_the_module_that_runs_them():
     assert all(mixer.name.endswith("temporal_block") for mixer in mixers)
 
 
+class Between(nn.Module):
+    """Gives ``inner`` its cache by a way of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        own = inner.forward
+        inner.forward = lambda hidden_states: own(hidden_states, cache=self.given)
+
+    def forward(self, hidden_states, cache=None, **kwargs):
+        self.given = cache
+        return self.inner(hidden_states)
+
+
 def test_a_module_that_keeps_state_in_a_cache_that_it_is_not_given_is_refused():
     model = make_recurrent("lfm2")
-    conv = model.model.layers[0].conv
-    inner = type(conv).forward
-
-    def forward(hidden_states, **kwargs):
-        return inner(conv, hidden_states, **kwargs)
-
-    conv.forward = forward
-    with pytest.raises(Unprovable, match=r"layers.0.conv keeps state of layers \[0\] in a cache that it is not given"):
+    layer = model.model.layers[0]
+    layer.conv = Between(layer.conv)
+    with pytest.raises(Unprovable, match=r"conv.inner keeps state of layers \[0\] in a cache that it is not given"):
         mixers_of(model)
+
+
+def test_a_forward_that_passes_on_whatever_it_is_given_is_known_by_how_it_is_called():
+    model = make_recurrent("lfm2")
+    conv = model.model.layers[0].conv
+    own = conv.forward
+    conv.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    assert len(mixers_of(model)) == 2
 
 
 def test_the_decode_step_is_told_its_position_as_generate_tells_it():
