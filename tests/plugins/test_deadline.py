@@ -166,15 +166,6 @@ def test_a_share_is_not_rounded_away(share, num_starts):
     assert len(set(engine.start_orders[:num_starts]) & set(patient)) == round(num_starts * share)
 
 
-def test_step_cost_tells_decode_steps_and_prompt_tokens_apart():
-    cost = StepCost()
-    assert cost.seconds(1000, 1000) == 0
-    for _ in range(50):
-        cost.observe(8, 0, 0.02)
-        cost.observe(8, 100, 0.02 + 0.1)
-    assert cost.seconds(100, 10) == pytest.approx(0.3)
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_share_is_from_0_to_1(share):
     with pytest.raises(ConfigError):
