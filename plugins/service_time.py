@@ -50,7 +50,7 @@ class StepCost:
 
     @property
     def decode_step_s(self) -> float:
-        """A step of the running batch, with the prompts that it computes beside; after idling, one of a request alone."""
+        """A step of the running batch, prompts beside it included; after idling, one of a request alone."""
         return self._loaded_s if self._num_loaded else self._alone_s
 
     @property
