@@ -19,9 +19,9 @@ class Priority(ChoosesVictim, KeyedPolicy):
     preempted or not; its prompt also gets the token budget first. A large request at the head blocks the rest.
 
     preempt: an urgent request that finds no seat or no blocks takes those of a running request that is less urgent, and
-        so never gives them back to it: of the last of the least urgent class for which that pays. It does if the time to
-        compute its tokens again, for all that run and all as urgent that wait, is less than the wait until somebody
-        ends. The set-aside request keeps its tokens.
+        so comes behind it: of the last of the least urgent class for which that pays. It does if computing its tokens
+        again, which holds up all that run and all as urgent that wait, or may be as urgent one day, takes less time from
+        them in sum than the wait until somebody ends. The set-aside request keeps its tokens.
     aging_s: this many seconds of waiting count as much as one class. A request of class p then starts before every
         request of class q < p that arrives more than ``(p - q) * aging_s`` after it: nothing starves. Aged so, classes
         decide everything: who starts, who is set aside and who pays when memory runs out.
@@ -74,7 +74,8 @@ class Priority(ChoosesVictim, KeyedPolicy):
         yielding = [r for r in running if r.priority > candidate.priority and self.key(r) > urgency]
         if not yielding:
             return None
-        num_delayed = sum(count for p, count in self._num_waiting.items() if p <= candidate.priority) - 1 + len(running)
+        as_urgent = (count for p, count in self._num_waiting.items() if self.aging_s or p <= candidate.priority)
+        num_delayed = sum(as_urgent) - 1 + len(running)
         # In output tokens, of which a step computes one for each that runs.
         spared = min(map(self._remaining.output, running)) * len(running)
         delay = self._cost.prompt_weight * num_delayed
