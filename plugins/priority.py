@@ -19,9 +19,9 @@ class Priority(ChoosesVictim, KeyedPolicy):
     preempted or not; its prompt also gets the token budget first. A large request at the head blocks the rest.
 
     preempt: an urgent request that finds no seat or no blocks takes those of a running request that is less urgent, and
-        so comes behind it: of the last of the least urgent class for which that pays. It does if computing its tokens
-        again, which holds up all that run and all as urgent that wait, or may be as urgent one day, takes less time from
-        them in sum than the wait until somebody ends. The set-aside request keeps its tokens.
+        so comes behind it: of the last of the least urgent class for which that pays. It does if the time to compute
+        its tokens again is less than the wait until somebody ends, though it holds up all that run and all as urgent
+        that wait, or with aging all that wait. The set-aside request keeps its tokens.
     aging_s: this many seconds of waiting count as much as one class. A request of class p then starts before every
         request of class q < p that arrives more than ``(p - q) * aging_s`` after it: nothing starves. Aged so, classes
         decide everything: who starts, who is set aside and who pays when memory runs out.
