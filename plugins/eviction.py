@@ -14,6 +14,8 @@ from paged_backend.policies import CachedBlock, EvictionPolicy, KeyedEviction, L
 
 # More changes of age than this are not remembered.
 MANY_AGES = 1024
+# For each block, this many that were dropped.
+REMEMBERED = 4
 
 
 class Lru(KeyedEviction):
@@ -35,10 +37,11 @@ class Slru(EvictionPolicy):
 
     A scan of prompts that come once cannot push out what is reused (Karedla et al., 1994). So that blocks which were
     popular once do not stay for ever, at most ``protected``, a share from 0 to 1, of the blocks on offer are spared for
-    having been reused; the least recently used ones beyond that stand with the rest.
+    having been reused; the least recently used ones beyond that stand with the rest. Few by default: most of what is
+    reused is not on offer, for something hangs on it.
     """
 
-    def __init__(self, protected: float = 0.8) -> None:
+    def __init__(self, protected: float = 0.2) -> None:
         self.protected = checked_number("protected", protected, 0, 1)
         self._probation: LazyHeap[CachedBlock] = LazyHeap()
         self._protected: LazyHeap[CachedBlock] = LazyHeap()
@@ -98,7 +101,8 @@ class Arc(EvictionPolicy):
     Remembers the contents of what it dropped lately. When such contents are computed again, dropping them was a
     mistake: they count as seen again, and the side that they were dropped from gets a larger share (Megiddo and Modha,
     FAST 2003). The least recently used of the side that is above its share goes first. Sides are compared by the blocks
-    on offer, for those that others hang on are not shown; as many dropped blocks are remembered as there are blocks.
+    on offer, for those that others hang on are not shown. Four times as many dropped blocks are remembered as there are
+    blocks, a few hundred bytes for each: prefixes come back later than a memory of their own size lasts.
     """
 
     def __init__(self) -> None:
@@ -120,9 +124,9 @@ class Arc(EvictionPolicy):
     def remove(self, block: CachedBlock) -> None:
         if self._evicted is not None and block.id == self._evicted.id:
             gone = self._gone_once if block.id in self._once else self._gone_again
-            gone[block.contents] = None
+            gone[self._evicted.contents] = None
             self._evicted = None
-            if len(self._gone_once) + len(self._gone_again) > self._num_blocks:
+            if len(self._gone_once) + len(self._gone_again) > REMEMBERED * self._num_blocks:
                 longer = max(self._gone_once, self._gone_again, key=len)
                 longer.popitem(last=False)
         self._once.discard(block.id)
