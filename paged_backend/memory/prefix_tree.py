@@ -41,7 +41,7 @@ class PrefixNode:
     ) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.contents = hash((salt if parent is None else parent.contents, tokens))
+        self.contents: int = hash((salt if parent is None else parent.contents, tokens))
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.blocks: list[int | None] = [None] * num_groups
