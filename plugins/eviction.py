@@ -112,8 +112,8 @@ class Arc(EvictionPolicy):
         self._gone_once: OrderedDict[int, None] = OrderedDict()
         self._gone_again: OrderedDict[int, None] = OrderedDict()
         self._num_blocks = 1
-        # How many of all blocks may be ones that were seen once.
-        self._most_once = 0.0
+        # The share of blocks that were seen once; half of each until mistakes tell.
+        self._share_once = 0.5
         self._evicted: CachedBlock | None = None
 
     def add(self, block: CachedBlock) -> None:
@@ -133,8 +133,7 @@ class Arc(EvictionPolicy):
         self._again.discard(block.id)
 
     def evict(self) -> int:
-        share = self._most_once / self._num_blocks
-        above = len(self._once) > share * (len(self._once) + len(self._again))
+        above = len(self._once) > self._share_once * (len(self._once) + len(self._again))
         first = (self._once.first() if above else None) or self._again.first() or self._once.first()
         if first is None:
             raise LookupError("no block is on offer")
@@ -146,11 +145,11 @@ class Arc(EvictionPolicy):
         once, again = len(self._gone_once), len(self._gone_again)
         if block.contents in self._gone_once:
             del self._gone_once[block.contents]
-            self._most_once = min(self._num_blocks, self._most_once + max(1.0, again / once))
+            self._share_once = min(1.0, self._share_once + max(1.0, again / once) / self._num_blocks)
             return True
         if block.contents in self._gone_again:
             del self._gone_again[block.contents]
-            self._most_once = max(0.0, self._most_once - max(1.0, once / again))
+            self._share_once = max(0.0, self._share_once - max(1.0, once / again) / self._num_blocks)
             return True
         return block.hits > 0
 
