@@ -99,8 +99,8 @@ class Deadline(ChoosesVictim):
         if not self.preempt or not running or candidate.deadline is None:
             return None
         estimate = self.latest_starts
-        next_end = now + min(map(estimate.remaining.output, running)) * estimate.cost.decode_step_s
-        if not now <= estimate.of(candidate) < next_end:
+        latest, step_s = estimate.of(candidate), estimate.cost.decode_step_s
+        if latest < now or any(now + estimate.remaining.output(r) * step_s <= latest for r in running):
             return None
         needs = estimate.service(candidate)
         patient = [r for r in running if r.deadline is None or self._can_come_back(r, candidate, now + needs)]
