@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paged_backend.stats import EngineStats, StepStats
 
 PROJECT = "paged_backend"
-HOOK_API_VERSION = 1
+HOOK_API_VERSION = 2
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -129,7 +129,9 @@ class CachedBlock:
 
     id: the block's number, unique within its policy. depth: full blocks before it in its prefix. hits: how often
     its contents were reused. created: position by the time its contents were first computed, smaller is older.
-    last_used: seconds. priority: that of the request that used it last.
+    last_used: seconds. priority: that of the request that used it last. contents: a number that stands for its tokens
+    and all before them, so what was dropped is known when it is computed again; while one engine runs, different for
+    different contents up to chance, which a hash leaves.
     """
 
     id: int
@@ -138,6 +140,7 @@ class CachedBlock:
     created: int
     last_used: float
     priority: int = 0
+    contents: int = 0
 
 
 class EvictionPolicy(ABC):

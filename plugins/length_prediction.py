@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -11,6 +12,8 @@ from paged_backend.errors import ConfigError
 from paged_backend.policies import RequestView
 
 MAX_CLIENTS = 4096
+# Fewer lengths than this of prompts of a size say less than those of all the client's prompts.
+ENOUGH = 4
 
 
 @runtime_checkable
@@ -33,33 +36,51 @@ def max_tokens(request: RequestView) -> int:
 
 
 class RunningQuantile:
-    """A quantile of the lengths of a client's last finished requests, at most ``max_tokens``.
+    """A quantile of the lengths of a client's last requests with prompts of like length, at most ``max_tokens``.
 
-    Before a client has finished any, ``max_tokens``. O(window) for each request; the longest unseen clients are
-    forgotten beyond 4,096.
+    Prompts are alike within a factor of about 1.4; until four requests with such prompts have ended, all prompts of the
+    client are. A request that ran into its ``max_tokens`` would have been longer, nobody knows how much: where most do,
+    the answer is ``max_tokens``, and so it is before a client has finished any. Of a request that has generated tokens
+    already, only longer lengths are asked; if there are none, it is taken to be half done.
+
+    O(window) for each request; the longest unseen clients are forgotten beyond 4,096.
     """
 
     def __init__(self, quantile: float = 0.5, window: int = 64) -> None:
         self.quantile = checked_number("quantile", quantile, 0, 1)
         self.window = checked_int("window", window, 1)
-        self._lengths: OrderedDict[str | None, deque[int]] = OrderedDict()
+        # Per client, its last lengths by the size of the prompt; under None, those of all sizes.
+        self._lengths: OrderedDict[str | None, dict[int | None, deque[float]]] = OrderedDict()
 
-    def __call__(self, request: RequestView) -> int:
+    def __call__(self, request: RequestView) -> float:
         """The client's quantile."""
-        most, lengths = max_tokens(request), self._lengths.get(request.client_id)
-        if not lengths:
+        most, known = max_tokens(request), self._lengths.get(request.client_id)
+        if known is None:
             return most
-        return min(most, sorted(lengths)[round(self.quantile * (len(lengths) - 1))])
+        alike = known.get(_size(request), ())
+        lengths = alike if len(alike) >= ENOUGH else known[None]
+        generated = request.num_output_tokens
+        longer = sorted(length for length in lengths if length > generated)
+        if not longer:
+            return min(most, 2 * generated)
+        return min(most, longer[round(self.quantile * (len(longer) - 1))])
 
     def observe(self, request: RequestView) -> None:
         """Learn from a request that came to its own end."""
         if request.finish_reason not in ("stop", "length"):
             return
-        lengths = self._lengths.setdefault(request.client_id, deque(maxlen=self.window))
-        lengths.append(request.num_output_tokens)
+        length = request.num_output_tokens if request.finish_reason == "stop" else math.inf
+        known = self._lengths.setdefault(request.client_id, {})
+        for size in (None, _size(request)):
+            known.setdefault(size, deque(maxlen=self.window)).append(length)
         self._lengths.move_to_end(request.client_id)
         if len(self._lengths) > MAX_CLIENTS:
             self._lengths.popitem(last=False)
+
+
+def _size(request: RequestView) -> int:
+    """Prompt lengths by their half octave."""
+    return round(2 * math.log2(max(1, request.num_prompt_tokens)))
 
 
 PREDICTORS: dict[str, Callable[[], Predictor]] = {"max_tokens": lambda: max_tokens, "quantile": RunningQuantile}

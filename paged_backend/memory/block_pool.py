@@ -106,7 +106,7 @@ class BlockPool:
         if node is None:
             self._free.append(block)
             return
-        self._cached[block] = CachedBlock(block, node.depth - 1, node.hits, node.created, now, priority)
+        self._cached[block] = CachedBlock(block, node.depth - 1, node.hits, node.created, now, priority, node.contents)
         self._num_idle_pinned += node.pins[self.group] > 0
         self._offer(block)
 

@@ -10,6 +10,7 @@ class PrefixNode:
 
     A node is found by comparing token ids, never by a hash alone, so two prefixes cannot be taken for each other.
 
+    contents: a hash of the salt and the tokens up to its end, for those who only want to recognise it.
     held_children: per group, how many of the children are held by a block. created: position among all nodes by age.
     pins: per group, how often it is pinned. snapshot: the slot of the recurrent state after its tokens, or None;
     snapshot_pins: how often that is pinned.
@@ -18,6 +19,7 @@ class PrefixNode:
     __slots__ = (
         "blocks",
         "children",
+        "contents",
         "created",
         "depth",
         "held_children",
@@ -29,9 +31,17 @@ class PrefixNode:
         "tokens",
     )
 
-    def __init__(self, parent: PrefixNode | None, tokens: tuple[int, ...], num_groups: int, created: int = 0) -> None:
+    def __init__(
+        self,
+        parent: PrefixNode | None,
+        tokens: tuple[int, ...],
+        num_groups: int,
+        created: int = 0,
+        salt: str | None = None,
+    ) -> None:
         self.parent = parent
         self.tokens = tokens
+        self.contents: int = hash((salt if parent is None else parent.contents, tokens))
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.blocks: list[int | None] = [None] * num_groups
@@ -71,7 +81,7 @@ class PrefixTree:
     def root(self, salt: str | None) -> PrefixNode:
         node = self._roots.get(salt)
         if node is None:
-            node = self._roots[salt] = PrefixNode(None, (), self.num_groups)
+            node = self._roots[salt] = PrefixNode(None, (), self.num_groups, salt=salt)
         return node
 
     def match(self, token_ids: Sequence[int], salt: str | None, max_blocks: int) -> list[PrefixNode]:

@@ -156,6 +156,71 @@ def test_an_urgent_request_takes_the_seat_of_one_that_has_time():
     engine.assert_sound()
 
 
+def set_aside(running: tuple, urgent: tuple, *others: tuple, steps: int = 3) -> bool:
+    """Whether an urgent request takes the only seat; each is prompt, output and seconds to the deadline, or None."""
+    engine = ModelFree(Deadline(preempt=True, cost=known_cost()), max_num_seqs=1, budget=64)
+    for prompt, output, deadline_s in (running, *others):
+        engine.add(prompt, output, deadline=None if deadline_s is None else engine.now + deadline_s)
+    for _ in range(steps):
+        engine.step()
+    prompt, output, deadline_s = urgent
+    engine.add(prompt, output, deadline=engine.now + deadline_s)
+    preempted = bool(engine.step().preempted)
+    engine.run()
+    engine.assert_sound()
+    return preempted
+
+
+def test_a_seat_is_taken_only_from_whom_it_costs_nothing_and_only_by_whom_it_saves():
+    urgent = (4, 4, 0.1)
+    assert set_aside((4, 60, None), urgent)
+    assert set_aside((4, 60, 9.0), urgent)
+    # It would miss its deadline, or another one that waits.
+    assert not set_aside((4, 60, 0.65), urgent)
+    assert not set_aside((4, 60, 9.0), urgent, (4, 60, 8.0))
+    # The urgent one has time until the seat is free, or is lost anyway.
+    assert not set_aside((4, 60, None), (4, 4, 0.9))
+    assert not set_aside((4, 60, None), (4, 40, 0.1))
+
+
+def test_nobody_is_set_aside_whose_tokens_take_longer_to_compute_again_than_the_urgent_one_needs():
+    def preemptions(prompt: int) -> int:
+        engine = ModelFree(
+            Deadline(preempt=True), max_num_seqs=1, budget=64, step_s=lambda d, p: 0.01 + 0.001 * p, num_blocks=400
+        )
+        for length in (1, 60, 30, 9, 45):
+            engine.add(length, 3)
+            engine.run()
+        engine.add(prompt, 90)
+        for _ in range(20):
+            engine.step()
+        engine.add(4, 4, deadline=engine.now + 0.3)
+        engine.run()
+        return engine.scheduler.num_preemptions
+
+    assert preemptions(10) == 1
+    assert preemptions(300) == 0
+
+
+def test_what_a_request_needs_is_told_from_the_running_batch_and_alone_from_an_idle_machine():
+    def step_s(num_decodes: int, num_prefill_tokens: int) -> float:
+        return 0.002 + 0.002 * num_decodes
+
+    policy = Deadline(shed=True)
+    engine = ModelFree(policy, max_num_seqs=9, budget=64, num_blocks=400, step_s=step_s)
+    for n in range(60):
+        engine.add(4, 10 + n % 7)
+    for _ in range(40):
+        engine.step()
+    assert policy.latest_starts.cost.decode_step_s == pytest.approx(0.02, rel=0.1)
+    lost = engine.add(4, 50, deadline=engine.now + 0.6)
+    engine.run()
+    made = engine.add(4, 50, deadline=engine.now + 0.6)
+    engine.run()
+    assert lost.output.finish_reason == "timeout"
+    assert made.output.finish_reason == "length"
+
+
 @pytest.mark.parametrize(("share", "num_starts"), [(0.1, 10), (1 / 3, 3), (0.7, 10)])
 def test_a_share_is_not_rounded_away(share, num_starts):
     engine = ModelFree(Deadline(share=share), max_num_seqs=1)
@@ -164,15 +229,6 @@ def test_a_share_is_not_rounded_away(share, num_starts):
         engine.add(1, 1, deadline=1e6)
     engine.run()
     assert len(set(engine.start_orders[:num_starts]) & set(patient)) == round(num_starts * share)
-
-
-def test_step_cost_tells_decode_steps_and_prompt_tokens_apart():
-    cost = StepCost()
-    assert cost.seconds(1000, 1000) == 0
-    for _ in range(50):
-        cost.observe(8, 0, 0.02)
-        cost.observe(8, 100, 0.02 + 0.1)
-    assert cost.seconds(100, 10) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

@@ -14,8 +14,11 @@ from paged_backend.policy.plugin_manager import PluginManager
 
 NO_NUMBER = ["x", None, True, [1], math.nan]
 REFUSED = [
-    *(("starvation_aware", "max_overtakes", value, "an int of at least 0") for value in ["x", None, True, -1, 1.5]),
-    *(("starvation_aware", "max_wait_s", value, "a number from 0 to inf") for value in [*NO_NUMBER, -1.0]),
+    *(("starvation_aware", "max_overtakes", value, "an int of at least 0") for value in ["x", True, -1, 1.5]),
+    *(("starvation_aware", "max_wait_s", value, "a number from 0 to inf") for value in ["x", True, math.nan, -1.0]),
+    *(("starvation_aware", "stretch", value, "a number from 1 to inf") for value in [*NO_NUMBER, 0.5]),
+    *(("starvation_aware", "slack", value, "a number from 0 to inf") for value in [*NO_NUMBER, -1.0]),
+    *(("starvation_aware", "prompt_cost", value, "a finite number of at least 0") for value in ["x", True, -1]),
     *(("deadline", "share", value, "a number from 0 to 1") for value in [*NO_NUMBER, -0.1, 1.5, 10**400]),
     *(("deadline", "shed", value, "True or False") for value in ["no", 0, None]),
     *(("deadline", "preempt", value, "True or False") for value in ["no", 1, None]),

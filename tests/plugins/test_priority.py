@@ -74,6 +74,65 @@ def test_without_preemption_it_waits_for_a_seat():
     assert urgent.is_waiting
 
 
+def test_nobody_is_set_aside_whose_tokens_cost_more_than_the_wait_until_somebody_ends():
+    engine = full_of_background_work(preempt=True)
+    for _ in range(54):
+        engine.step()
+    engine.add(4, 2, priority=0)
+    assert not engine.step().preempted
+    engine.run()
+    engine.assert_sound()
+
+
+def test_nobody_is_set_aside_where_many_as_urgent_wait_for_what_is_computed_again():
+    engine = full_of_background_work(preempt=True)
+    for _ in range(100):
+        engine.add(4, 2, priority=0)
+    assert not engine.step().preempted
+
+
+def test_who_has_aged_beyond_an_urgent_request_is_not_set_aside_for_it():
+    engine = ModelFree(Priority(preempt=True, aging_s=0.05), max_num_seqs=1)
+    engine.add(4, 60, priority=1)
+    for _ in range(8):
+        engine.step()
+    late = engine.add(4, 2, priority=0)
+    assert not engine.step().preempted
+    engine.run()
+    assert late.is_finished
+    engine.assert_sound()
+
+
+@settings(max_examples=60, deadline=None)
+@given(ARRIVALS, st.sampled_from([None, 0.05, 0.5]))
+def test_who_is_set_aside_comes_behind_the_one_it_was_set_aside_for(arrivals, aging_s):
+    policy = Priority(preempt=True, aging_s=aging_s)
+    engine = ModelFree(policy, num_blocks=24, max_num_seqs=2)
+    answer = policy.preempts
+
+    def preempts(candidate, running, now):
+        victim = answer(candidate, running, now)
+        assert victim is None or policy.key(victim) > policy.key(candidate)
+        return victim
+
+    policy.preempts = preempts
+    run(engine, arrivals)
+    engine.assert_sound()
+
+
+def test_aged_classes_decide_who_pays_when_memory_runs_out():
+    engine = ModelFree(Priority(aging_s=0.05), num_blocks=10, block_size=2, max_num_seqs=3)
+    background = engine.add(4, 14, priority=1)
+    for _ in range(2):
+        engine.step()
+    engine.now += 0.5
+    urgent = engine.add(4, 12, priority=0)
+    engine.run()
+    assert urgent.num_preemptions > 0
+    assert background.num_preemptions == 0
+    engine.assert_sound()
+
+
 def test_equals_do_not_preempt_each_other():
     engine = full_of_background_work(preempt=True)
     engine.add(4, 2, priority=5)

@@ -54,9 +54,7 @@ def test_unknown_name_lists_the_known_ones(manager):
         manager.scheduler("deadlien", {})
     with pytest.raises(UnknownPolicy, match="lru"):
         manager.eviction_factory("lur", {})()
-    with pytest.raises(
-        ConfigError, match=r"eviction=5 is no EvictionPolicy; choose one of fifo, .* or give a class or"
-    ):
+    with pytest.raises(ConfigError, match=r"eviction=5 is no EvictionPolicy; choose one of arc, .* or give a class or"):
         manager.eviction_factory(5, {})
     with pytest.raises(
         UnknownPolicy, match="'16'; choose one of auto, which name rules, or give an int from 1 to 4096"

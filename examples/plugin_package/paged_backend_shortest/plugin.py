@@ -10,7 +10,7 @@ from paged_backend_shortest.policies import ByClass, ShortestPredicted
 from paged_backend import hookimpl
 
 # The version of the hooks that this was written for; another one is refused in words.
-HOOK_API_VERSION = 1
+HOOK_API_VERSION = 2
 
 logger = logging.getLogger(__name__)
 SLOW_S = float(os.environ.get("PAGED_BACKEND_SLOW_REQUEST_S", "30"))
