@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from paged_backend.stats import EngineStats, StepStats
 
 PROJECT = "paged_backend"
+# A plugin may state what it was written for: anything from the oldest on, since what came later was only added.
 HOOK_API_VERSION = 2
+OLDEST_HOOK_API_VERSION = 1
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

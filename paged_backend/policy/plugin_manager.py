@@ -138,10 +138,11 @@ class PluginManager:
         """Take a plugin in and return what it offers; raises PluginError, and forgets it, if it is broken."""
         version = getattr(plugin, "HOOK_API_VERSION", hookspecs.HOOK_API_VERSION)
         label = name or name_of(plugin)
-        if version != hookspecs.HOOK_API_VERSION:
+        known = range(hookspecs.OLDEST_HOOK_API_VERSION, hookspecs.HOOK_API_VERSION + 1)
+        if type(version) is not int or version not in known:
             raise PluginError(
                 f"plugin {label} was written for hook version {version!r}; this paged_backend has version "
-                f"{hookspecs.HOOK_API_VERSION}"
+                f"{known[-1]} and serves plugins from version {known[0]} on"
             )
         if isinstance(plugin, type):
             raise PluginError(f"plugin {label} is a class; pass an object of it, whose methods can be called")

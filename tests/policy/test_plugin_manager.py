@@ -217,13 +217,20 @@ def test_a_plugin_that_fails_to_register_is_named(error):
         PluginManager([module])
 
 
-def test_another_hook_version_is_refused_in_words():
-    old = offering("mine")
-    old.HOOK_API_VERSION = 0
-    with pytest.raises(PluginError, match=f"hook version 0; this paged_backend has version {HOOK_API_VERSION}"):
-        PluginManager([old])
-    old.HOOK_API_VERSION = HOOK_API_VERSION
-    assert "mine" in PluginManager([old]).names("scheduler")
+@pytest.mark.parametrize("version", [0, HOOK_API_VERSION + 1, "2", True])
+def test_a_hook_version_that_is_not_known_is_refused_in_words(version):
+    other = offering("mine")
+    other.HOOK_API_VERSION = version
+    words = f"hook version {version!r}; this paged_backend has version {HOOK_API_VERSION} and serves plugins from"
+    with pytest.raises(PluginError, match=words):
+        PluginManager([other])
+
+
+@pytest.mark.parametrize("version", range(1, HOOK_API_VERSION + 1))
+def test_what_was_written_for_an_earlier_version_runs_as_it_is(version):
+    known = offering("mine")
+    known.HOOK_API_VERSION = version
+    assert "mine" in PluginManager([known]).names("scheduler")
 
 
 # Describing
