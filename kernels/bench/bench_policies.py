@@ -20,7 +20,7 @@ from typing import Any
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.kernels import FULL
 from paged_backend.memory.block_manager import BlockManager
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.kv_group import KVGroup
 from paged_backend.policy.plugin_manager import PluginManager
 from paged_backend.policy.policy_errors import PolicyErrors
 from paged_backend.policy.policy_guard import PolicyGuard

@@ -10,7 +10,7 @@ import numpy as np
 
 from paged_backend.errors import IntegrityError, RequestRefused
 from paged_backend.memory.block_pool import BlockPool
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.kv_group import KVGroup
 from paged_backend.memory.pins import PrefixPins
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
 from paged_backend.memory.state_slots import StateSlots, deepest_snapshot

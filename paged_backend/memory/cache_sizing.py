@@ -10,7 +10,7 @@ import torch
 from paged_backend.checks import describe
 from paged_backend.config import EngineConfig, parse_bytes, parse_memory
 from paged_backend.errors import ConfigError
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.kv_group import KVGroup
 
 DEFAULT_BUDGET = 2 * 2**30
 # What recurrent states of running requests, and those kept for prefixes, take at most when nothing else is asked.

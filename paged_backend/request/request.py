@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.outputs import RequestMetrics, RequestOutput
 from paged_backend.request.lockstep import Lockstep
 from paged_backend.request.state import RequestState
 from paged_backend.request.view import RequestView
 from paged_backend.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Request:

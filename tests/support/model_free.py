@@ -9,7 +9,7 @@ from typing import Any
 from paged_backend.engine.scheduler import ScheduledStep, Scheduler
 from paged_backend.kernels import FULL
 from paged_backend.memory.block_manager import BlockManager
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.kv_group import KVGroup
 from paged_backend.plugins.eviction import Lru
 from paged_backend.policies import EvictionPolicy, SchedulingPolicy
 from paged_backend.policy.policy_errors import SlowAnswer
