@@ -50,6 +50,7 @@ class StatsRecorder:
             num_running=len(scheduler.running),
             num_decodes=len(step.decodes),
             num_prefill_tokens=num_prefill_tokens,
+            num_context_tokens=sum(request.num_computed_tokens for request in step.requests),
             num_new_tokens=num_new_tokens,
             num_finished=num_finished,
             num_preempted=len(step.preempted),
