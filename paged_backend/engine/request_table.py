@@ -106,7 +106,7 @@ class RequestTable:
 
     def _goes_on(self, request: Request, eos_token_ids: Collection[int], now: float) -> bool:
         try:
-            reason = finish_reason(request, request.token_ids[-1], eos_token_ids)
+            reason = finish_reason(request, request.output.token_ids[-1], eos_token_ids)
         except BaseException as error:
             self.fail(request, contained(error), keep_new_tokens=True, now=now)
             return False

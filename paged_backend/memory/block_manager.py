@@ -128,7 +128,7 @@ class BlockManager:
         none = PrefixMatch(0, (), tuple(() for _ in self.groups))
         if not self._caches(request):
             return none
-        nodes = self.tree.match(request.token_ids, request.cache_salt, (request.num_tokens - 1) // self.block_size)
+        nodes = self._known_nodes(request)
         length = known = self._agreed(nodes, len(nodes))
         if self.states is not None:
             # At the end of a shorter beginning, what windows see there may be gone.
@@ -143,6 +143,12 @@ class BlockManager:
                 tuple(self._block(node, g) if i >= first else NO_BLOCK for i, node in enumerate(nodes[:length]))
             )
         return PrefixMatch(length * self.block_size, tuple(nodes[:length]), tuple(blocks), known * self.block_size)
+
+    def _known_nodes(self, request: Request) -> list[PrefixNode]:
+        """The tree's path along the request's tokens, all but the last; it waits on where it was found before."""
+        last = (request.num_tokens - 1) // self.block_size
+        request.prefix_path = self.tree.match(request.token_ids, request.cache_salt, last, request.prefix_path)
+        return request.prefix_path
 
     def _agreed(self, nodes: Sequence[PrefixNode], length: int) -> int:
         """The longest match up to ``length`` blocks that every group can serve."""
@@ -241,12 +247,13 @@ class BlockManager:
         if self.states is not None:
             stops = self._stops(request, match) if table.node is not None else ()
             self.states.begin(request, match.nodes[-1] if match.nodes else None, stops)
+        request.prefix_path = []
 
     def _stops(self, request: Request, match: PrefixMatch) -> set[int]:
         """Where the state of ``request`` is worth keeping: at the last block's end before its last token, where known
         prefixes branch off, and at the ends of pinned ones."""
         size, last = self.block_size, (request.num_tokens - 1) // self.block_size
-        known = self.tree.match(request.token_ids, request.cache_salt, last)
+        known = self._known_nodes(request)
         stops = {last * size, match.num_stateless, *(node.depth * size for node in known if node.snapshot_pins)}
         return {stop for stop in stops if stop > match.num_tokens}
 
@@ -413,13 +420,20 @@ class BlockManager:
 
     def num_unfilled_slots(self, g: int) -> int:
         """Slots of group g that requests hold but no token fills yet; a block shared by forks counts once."""
-        unfilled: dict[int, int] = {}
+        size, pool, unfilled = self.block_size, self.pools[g], 0
+        # Only the block that is being written can be one that forks share; it is as full as the fullest of them has it.
+        shared: dict[int, int] = {}
         for request, table in self._tables.items():
-            index, used = divmod(request.num_computed_tokens, self.block_size)
-            for i, block in enumerate(table.blocks[g][index:]):
-                empty = self.block_size - (used if i == 0 else 0)
-                unfilled[block] = min(unfilled.get(block, empty), empty)
-        return sum(unfilled.values())
+            blocks = table.blocks[g]
+            empty = len(blocks) * size - request.num_computed_tokens
+            if empty <= 0:
+                continue
+            index, used = divmod(request.num_computed_tokens, size)
+            if pool.is_shared(blocks[index]):
+                shared[blocks[index]] = min(shared.get(blocks[index], size), size - used)
+                empty -= size - used
+            unfilled += empty
+        return unfilled + sum(shared.values())
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the books agree: blocks, references, tables, seats, and one writer per slot."""

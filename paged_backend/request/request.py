@@ -23,6 +23,7 @@ class Request:
     asked for. num_computed_tokens: how many of them have keys and values in the cache.
     num_scheduled_tokens: how many the current step feeds. num_lost_tokens: how many the last preemption took.
     prompt_embeds: what is fed in place of the prompt's tokens, [num_prompt_tokens, D], or None.
+    prefix_path: while it waits, the nodes of its tokens in the tree of prefixes, as they were looked for last.
     seat: its row in the block tables while it holds one. forks: samples that split off when the prompt is computed.
     """
 
@@ -47,6 +48,7 @@ class Request:
         "output",
         "overtaken",
         "params",
+        "prefix_path",
         "priority",
         "prompt_embeds",
         "queue_limit",
@@ -108,6 +110,7 @@ class Request:
         self.last_scheduled_time: float | None = None
         self.overtaken = 0
         self.seat: int | None = None
+        self.prefix_path: list[Any] = []
         self.forks: tuple[Request, ...] = ()
         self.sampling_state: Any = None
         self._view: RequestView | None = None
