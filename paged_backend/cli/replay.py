@@ -129,7 +129,9 @@ def replay(
             }
             typer.echo(report.to_json(results, machine, settings), nl=False)
             return
-        pace = f"load {load:g}" if load is not None else f"{rate_scale:g} times as fast"
+        pace = "at their own pace" if rate_scale == 1 else f"{rate_scale:g} times as fast"
+        if load is not None:
+            pace = f"load {load:g}"
         console.print(
             report.table(
                 results,
