@@ -312,17 +312,16 @@ class BlockManager:
         states = self.states
         keeps_state = states is not None and states.commit(request)
         # Without keys and values only a state makes a prefix worth finding.
-        if table.node is not None and (self.groups or keeps_state):
-            self._register_blocks(request, table, table.node)
+        full = request.num_computed_tokens // self.block_size
+        if table.node is not None and table.node.depth < full and (self.groups or keeps_state):
+            self._register_blocks(request, table, table.node, full)
         if states is not None and keeps_state:
             states.keep(request, table.node)
             if table.node is not None:
                 self.tree.prune(table.node)
 
-    def _register_blocks(self, request: Request, table: BlockTable, node: PrefixNode) -> None:
-        size, full = self.block_size, request.num_computed_tokens // self.block_size
-        if node.depth >= full:
-            return
+    def _register_blocks(self, request: Request, table: BlockTable, node: PrefixNode, full: int) -> None:
+        size = self.block_size
         if node.depth and node.parent is None:
             # The node was dropped with the last block of another request; walk the tree anew.
             node = self.tree.root(request.cache_salt)

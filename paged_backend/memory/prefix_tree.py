@@ -45,13 +45,9 @@ class PrefixNode:
     @property
     def leads_somewhere(self) -> bool:
         """Whether anything is held by it, or reached through it."""
-        return bool(
-            self.children
-            or any(self.pins)
-            or self.snapshot_pins
-            or self.snapshot is not None
-            or any(block is not None for block in self.blocks)
-        )
+        if self.children or self.snapshot_pins or self.snapshot is not None or any(self.pins):
+            return True
+        return self.blocks.count(None) < len(self.blocks)
 
 
 class PrefixTree:
