@@ -8,20 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from numbers import Integral
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.checks import checked_flag, checked_int, describe
 from paged_backend.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
+# What torch calls them; torch takes seconds to import, which checking a config need not wait for.
 KV_DTYPES = {
     "auto": None,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
 }
 BATCHING = ("auto", "shared", "separate")
 OPTIMIZE = ("auto", "memory", "none")
@@ -150,7 +152,10 @@ class EngineConfig:
     @property
     def kv_torch_dtype(self) -> torch.dtype | None:
         """The cache's dtype, or None for each layer's own."""
-        return KV_DTYPES[self.kv_dtype]
+        import torch
+
+        name = KV_DTYPES[self.kv_dtype]
+        return None if name is None else getattr(torch, name)
 
 
 _SIZES = "bytes (an int), a size such as '512MiB' or '2GiB'"

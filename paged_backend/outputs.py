@@ -33,7 +33,7 @@ class RequestOutput:
 
     request_id: str
     index: int
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     metrics: RequestMetrics
     token_ids: list[int] = field(default_factory=list)
     new_token_ids: list[int] = field(default_factory=list)

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.lazy_heap import LazyHeap as LazyHeap
 from paged_backend.request.view import RequestView as RequestView
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SchedulingPolicy(ABC):
@@ -208,4 +209,4 @@ class ModelShape:
     max_positions: int | None = None
 
 
-BlockSizeRule = Callable[[ModelShape, torch.device], int]
+BlockSizeRule = Callable[[ModelShape, "torch.device"], int]

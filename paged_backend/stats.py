@@ -72,7 +72,10 @@ class StateStats:
 
 @dataclass(frozen=True)
 class StepStats:
-    """One step. Times are seconds of the engine's clock, durations wall seconds."""
+    """One step. Times are seconds of the engine's clock, durations wall seconds.
+
+    num_context_tokens: the tokens whose keys and values its requests read, their own of this step included.
+    """
 
     step: int
     time: float
@@ -80,6 +83,7 @@ class StepStats:
     num_running: int
     num_decodes: int
     num_prefill_tokens: int
+    num_context_tokens: int
     num_new_tokens: int
     num_finished: int
     num_preempted: int

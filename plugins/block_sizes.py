@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.hookspecs import hookimpl
 from paged_backend.policies import ModelShape
+
+if TYPE_CHECKING:
+    import torch
 
 CANDIDATES = (16, 32, 64, 128)
 # What a typical request is taken to be: this many tokens long, beside this many others.

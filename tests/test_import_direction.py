@@ -36,6 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "swaps": {"kernels", "memory", "model"} | VALUES,
     "engine": {"memory", "model", "policies", "policy", "request", "sampling", "swaps"} | VALUES,
     "service": {"engine", "request", "sampling"} | VALUES,
+    "lab": {"engine", "hookspecs", "kernels", "memory", "policies", "policy", "request", "sampling"} | VALUES,
     "sample_model": {"errors"},
     # Plugins see what third parties see: the interfaces, and the values passed.
     "plugins": {"checks", "errors", "hookspecs", "outputs", "policies", "stats"},
@@ -51,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
         "sampling_params",
         "stats",
     },
-    "cli": {"engine", "face", "hookspecs", "model", "policy", "request", "sample_model", "sampling", "service"}
+    "cli": {"engine", "face", "hookspecs", "lab", "model", "policy", "request", "sample_model", "sampling", "service"}
     | VALUES,
     "__main__": {"cli"},
 }

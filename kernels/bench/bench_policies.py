@@ -17,12 +17,8 @@ from collections.abc import Generator
 from time import thread_time
 from typing import Any
 
-from paged_backend.engine.scheduler import Scheduler
-from paged_backend.kernels import FULL
-from paged_backend.memory.block_manager import BlockManager
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.lab.virtual_engine import VirtualEngine
 from paged_backend.policy.plugin_manager import PluginManager
-from paged_backend.policy.policy_errors import PolicyErrors
 from paged_backend.policy.policy_guard import PolicyGuard
 from paged_backend.request.request import Request
 from paged_backend.sampling_params import SamplingParams
@@ -79,43 +75,39 @@ def measure(name: str, options: dict, waiting: int, running: int, steps: int) ->
     """Seconds of policy work of each step, and how many requests arrived and were preempted meanwhile."""
     rng = random.Random(0)
     manager = PluginManager(load_entry_points=False)
-    errors = PolicyErrors()
-    guard = TimedGuard(manager.scheduler(name, options), errors)
     # Memory for two thirds of what would run, so that victims are named too.
-    num_blocks = running * 20 * 2 // 3
-    evictions = [manager.eviction_factory("lru", {})()]
-    blocks = BlockManager([KVGroup(FULL, (0,), 1)], [num_blocks], 16, running, 2048, evictions, errors)
-    scheduler = Scheduler(blocks, guard, 2048)
+    engine = VirtualEngine(
+        manager.scheduler(name, options),
+        manager.eviction_factory("lru", {}),
+        lambda step: 0.05,
+        num_blocks=running * 20 * 2 // 3,
+        block_size=16,
+        max_num_seqs=running,
+        max_num_batched_tokens=2048,
+        guard=TimedGuard,
+    )
+    guard, scheduler, errors = engine.policy, engine.scheduler, engine.errors
+    # What reports of slow answers cost is part of what a policy costs.
+    errors.times_answers = True
     orders, tokens = itertools.count(), itertools.count()
-    now = 0.0
 
     def add() -> None:
         prompt = list(itertools.islice(tokens, rng.randint(16, 400)))
-        order = next(orders)
+        order, output_length = next(orders), rng.randint(8, 200)
         request = Request(
             str(order),
             prompt,
-            SamplingParams(max_tokens=rng.randint(8, 200)),
-            now,
+            SamplingParams(max_tokens=output_length),
+            engine.now,
             order,
             priority=rng.randint(0, 3),
-            deadline=now + rng.uniform(1, 1000) if rng.random() < 0.8 else None,
+            deadline=engine.now + rng.uniform(1, 1000) if rng.random() < 0.8 else None,
             client_id=str(rng.randint(0, 99)),
         )
-        scheduler.add(request, now)
+        engine.enqueue(request, output_length)
 
     def step() -> None:
-        nonlocal now
-        for request in guard.doomed(now):
-            scheduler.finish(request, "timeout", now)
-        planned = scheduler.schedule(now, drain=True)
-        rows = planned.sampling
-        now += 0.05
-        scheduler.commit(planned, now)
-        for request in rows:
-            request.append_token(next(tokens))
-            if request.num_output_tokens == request.params.max_tokens:
-                scheduler.finish(request, "length", now)
+        engine.step(drain=True)
         while len(guard) < waiting:
             add()
 

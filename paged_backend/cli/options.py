@@ -37,7 +37,8 @@ Threads = Annotated[
 ]
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object that a flag's text is; BadParameter for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -67,12 +68,12 @@ class EngineFlags:
     scheduler: Annotated[str, typer.Option(help="The scheduling policy; see paged-backend plugins.")] = "fifo"
     scheduler_options: Annotated[
         dict[str, Any] | None,
-        typer.Option(parser=_json_object, metavar="JSON", help="Its options, a JSON object."),
+        typer.Option(parser=json_object, metavar="JSON", help="Its options, a JSON object."),
     ] = None
     eviction: Annotated[str, typer.Option(help="Which cached block goes first; see paged-backend plugins.")] = "lru"
     eviction_options: Annotated[
         dict[str, Any] | None,
-        typer.Option(parser=_json_object, metavar="JSON", help="Its options, a JSON object."),
+        typer.Option(parser=json_object, metavar="JSON", help="Its options, a JSON object."),
     ] = None
     attention_backend: Annotated[
         str, typer.Option(help="Which kernels attend: triton, cpu, reference, auto, or a plugin's.")

@@ -21,9 +21,10 @@ from paged_backend.engine.intake import Intake, Params, Prompt, admit_by_hook, a
 from paged_backend.engine.lockstep_room import check_room
 from paged_backend.engine.model_loader import ModelLoader
 from paged_backend.engine.request_table import RequestTable
-from paged_backend.engine.scheduler import Scheduler
+from paged_backend.engine.scheduler import ScheduledStep, Scheduler
 from paged_backend.engine.served_model import ServedModel
 from paged_backend.engine.stats_recorder import StatsRecorder
+from paged_backend.engine.step_loop import Executed, StepLoop
 from paged_backend.engine.stopwatch import Stopwatch
 from paged_backend.errors import ConfigError, PluginError, QueueFull
 from paged_backend.memory.block_manager import BlockManager
@@ -106,6 +107,7 @@ class Engine(Exclusive):
         self._requests = RequestTable(self.scheduler, clock, self._plugins, self._policy_errors)
         self._intake = Intake(tokenizer, self._loader, self._requests)
         self._stats = StatsRecorder()
+        self._steps = StepLoop(self.scheduler, self._requests, self._stats, clock)
         self._notify("engine_started", engine=self)
         self._policy_errors.raise_first()
 
@@ -216,30 +218,17 @@ class Engine(Exclusive):
         return outputs
 
     def _step(self, drain: bool) -> list[RequestOutput]:
-        watch, started = Stopwatch(), self.clock()
-        self._requests.expire(started)
-        step = self.scheduler.schedule(started, drain=drain)
-        watch.lap("schedule")
-        logits, failures = self._served.executor.run(step, watch)
-        rows, num_prefill_tokens = step.sampling, step.num_prefill_tokens
-        num_new_prompt_tokens = step.num_new_prompt_tokens
-        logits, rows = self._held.join(logits, rows)
-        sampled = self.sampler.sample(logits, rows) if logits is not None else None
-        watch.lap("sample")
-        now = self.clock()
-        self.scheduler.commit(step, now)
-        outputs = self._requests.deliver(step, rows, sampled, now, self.eos_token_ids)
-        for request, error in failures.items():
-            self._requests.fail(request, error)
-        outputs += self._requests.take_ended()
-        watch.lap("update")
-        stats = self._stats.record_step(
-            self.scheduler, step, outputs, num_prefill_tokens, num_new_prompt_tokens, watch.laps, now
-        )
+        step, outputs, stats = self._steps.run(self._execute, self.eos_token_ids, drain=drain)
         for request, num_blocks in step.preempted:
             self._notify("request_preempted", request=request.view, num_blocks=num_blocks)
         self._notify("step_finished", engine=self, stats=stats)
         return outputs
+
+    def _execute(self, step: ScheduledStep, watch: Stopwatch) -> Executed:
+        """Run the model on a step and choose the tokens of who is not held."""
+        logits, failures = self._served.executor.run(step, watch)
+        logits, rows = self._held.join(logits, step.sampling)
+        return Executed(rows, self.sampler.sample(logits, rows) if logits is not None else None, failures)
 
     @alone
     def settle(self) -> list[RequestOutput]:

@@ -12,7 +12,7 @@ from paged_backend.outputs import FinishReason, RequestOutput
 from paged_backend.policy.plugin_manager import PluginManager
 from paged_backend.policy.policy_errors import PolicyErrors
 from paged_backend.request.request import Request
-from paged_backend.sampling.sampler import Sampled
+from paged_backend.sampling.sampled import Sampled
 from paged_backend.sampling.stopping import finish_reason
 
 logger = logging.getLogger("paged_backend")
@@ -89,7 +89,7 @@ class RequestTable:
         for index, request in enumerate(rows):
             token = sampled.tokens[index]
             if isinstance(token, Exception):
-                self.fail(request, token)
+                self.fail(request, token, now=now)
                 continue
             request.append_token(token)
             output = request.output
@@ -102,16 +102,16 @@ class RequestTable:
                 output.logprobs.append(logprobs)
             advanced.append(request)
         # Only now that all have their tokens: a stop condition may look at those of its lockstep.
-        return [request.output for request in advanced if self._goes_on(request, eos_token_ids)]
+        return [request.output for request in advanced if self._goes_on(request, eos_token_ids, now)]
 
-    def _goes_on(self, request: Request, eos_token_ids: Collection[int]) -> bool:
+    def _goes_on(self, request: Request, eos_token_ids: Collection[int], now: float) -> bool:
         try:
-            reason = finish_reason(request, request.token_ids[-1], eos_token_ids)
+            reason = finish_reason(request, request.output.token_ids[-1], eos_token_ids)
         except BaseException as error:
-            self.fail(request, contained(error), keep_new_tokens=True)
+            self.fail(request, contained(error), keep_new_tokens=True, now=now)
             return False
         if reason is not None:
-            self.end(request, reason, keep_new_tokens=True)
+            self.end(request, reason, keep_new_tokens=True, now=now)
         return reason is None
 
     # Ending
@@ -130,9 +130,14 @@ class RequestTable:
         """Let outputs that could not be handed out be taken again."""
         self._ended = [*(output for output in outputs if output.finished), *self._ended]
 
-    def end(self, request: Request, reason: FinishReason, *, keep_new_tokens: bool = False) -> None:
-        """Finish a request and the forks that never split from it; their outputs wait to be taken."""
-        now = self._clock()
+    def end(
+        self, request: Request, reason: FinishReason, *, keep_new_tokens: bool = False, now: float | None = None
+    ) -> None:
+        """Finish a request and the forks that never split from it; their outputs wait to be taken.
+
+        now: when that is, in seconds of the clock, which is read if nobody has just done so.
+        """
+        now = self._clock() if now is None else now
         for sample in (request, *request.forks):
             if sample.is_finished:
                 continue
@@ -157,11 +162,13 @@ class RequestTable:
             self.end(request, "abort")
         return bool(samples)
 
-    def fail(self, request: Request, error: Exception, *, keep_new_tokens: bool = False) -> None:
+    def fail(
+        self, request: Request, error: Exception, *, keep_new_tokens: bool = False, now: float | None = None
+    ) -> None:
         """End a request with ``"error"`` because of ``error``."""
         logger.warning("request %s failed: %r", request.request_id, error)
         request.output.error = error
-        self.end(request, "error", keep_new_tokens=keep_new_tokens)
+        self.end(request, "error", keep_new_tokens=keep_new_tokens, now=now)
 
     @property
     def next_time_limit(self) -> float | None:
@@ -175,9 +182,9 @@ class RequestTable:
             if limit == request.time_limit:
                 for sample in self.samples(request.request_id):
                     if sample.time_limit == limit and not sample.is_finished:
-                        self.end(sample, "timeout")
+                        self.end(sample, "timeout", now=now)
             elif request.last_scheduled_time is None and not request.is_finished:
-                self.end(request, "timeout")
+                self.end(request, "timeout", now=now)
             heapq.heappop(self._time_limits)
         for request in self._scheduler.policy.doomed(now):
-            self.end(request, "timeout")
+            self.end(request, "timeout", now=now)

@@ -13,13 +13,13 @@ from paged_backend.errors import ConfigError, ContextOverflow, UnsupportedModel
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.memory.cache_sizing import (
     MAX_BLOCKS,
-    SLOTS_PER_SEAT,
     blocks_for_config,
     blocks_for_lengths,
     seats_for_config,
     snapshots_for_config,
 )
 from paged_backend.memory.kv_cache import KVCache, group_layers
+from paged_backend.memory.state_slots import SLOTS_PER_SEAT
 from paged_backend.model.attention_backend import check_runs
 from paged_backend.model.decode_timing import decode_seconds
 from paged_backend.model.proof import prove

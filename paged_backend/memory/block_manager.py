@@ -10,11 +10,10 @@ import numpy as np
 
 from paged_backend.errors import IntegrityError, RequestRefused
 from paged_backend.memory.block_pool import BlockPool
-from paged_backend.memory.cache_sizing import SLOTS_PER_SEAT
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.kv_group import KVGroup
 from paged_backend.memory.pins import PrefixPins
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
-from paged_backend.memory.state_slots import StateSlots, deepest_snapshot
+from paged_backend.memory.state_slots import SLOTS_PER_SEAT, StateSlots, deepest_snapshot
 from paged_backend.policies import EvictionPolicy
 from paged_backend.policy.policy_errors import ErrorHandler
 from paged_backend.request.request import Request
@@ -134,7 +133,7 @@ class BlockManager:
         none = PrefixMatch(0, (), tuple(() for _ in self.groups))
         if not self._caches(request):
             return none
-        nodes = self.tree.match(request.token_ids, request.cache_salt, (request.num_tokens - 1) // self.block_size)
+        nodes = self._known_nodes(request)
         length = known = self._agreed(nodes, len(nodes))
         if self.states is not None:
             # At the end of a shorter beginning, what windows see there may be gone.
@@ -149,6 +148,12 @@ class BlockManager:
                 tuple(self._block(node, g) if i >= first else NO_BLOCK for i, node in enumerate(nodes[:length]))
             )
         return PrefixMatch(length * self.block_size, tuple(nodes[:length]), tuple(blocks), known * self.block_size)
+
+    def _known_nodes(self, request: Request) -> list[PrefixNode]:
+        """The tree's path along the request's tokens, all but the last; it waits on where it was found before."""
+        last = (request.num_tokens - 1) // self.block_size
+        request.prefix_path = self.tree.match(request.token_ids, request.cache_salt, last, request.prefix_path)
+        return request.prefix_path
 
     def _agreed(self, nodes: Sequence[PrefixNode], length: int) -> int:
         """The longest match up to ``length`` blocks that every group can serve."""
@@ -247,12 +252,13 @@ class BlockManager:
         if self.states is not None:
             stops = self._stops(request, match) if table.node is not None else ()
             self.states.begin(request, match.nodes[-1] if match.nodes else None, stops)
+        request.prefix_path = []
 
     def _stops(self, request: Request, match: PrefixMatch) -> set[int]:
         """Where the state of ``request`` is worth keeping: at the last block's end before its last token, where known
         prefixes branch off, and at the ends of pinned ones."""
         size, last = self.block_size, (request.num_tokens - 1) // self.block_size
-        known = self.tree.match(request.token_ids, request.cache_salt, last)
+        known = self._known_nodes(request)
         stops = {last * size, match.num_stateless, *(node.depth * size for node in known if node.snapshot_pins)}
         return {stop for stop in stops if stop > match.num_tokens}
 
@@ -311,17 +317,16 @@ class BlockManager:
         states = self.states
         keeps_state = states is not None and states.commit(request)
         # Without keys and values only a state makes a prefix worth finding.
-        if table.node is not None and (self.groups or keeps_state):
-            self._register_blocks(request, table, table.node)
+        full = request.num_computed_tokens // self.block_size
+        if table.node is not None and table.node.depth < full and (self.groups or keeps_state):
+            self._register_blocks(request, table, table.node, full)
         if states is not None and keeps_state:
             states.keep(request, table.node)
             if table.node is not None:
                 self.tree.prune(table.node)
 
-    def _register_blocks(self, request: Request, table: BlockTable, node: PrefixNode) -> None:
-        size, full = self.block_size, request.num_computed_tokens // self.block_size
-        if node.depth >= full:
-            return
+    def _register_blocks(self, request: Request, table: BlockTable, node: PrefixNode, full: int) -> None:
+        size = self.block_size
         if node.depth and node.parent is None:
             # The node was dropped with the last block of another request; walk the tree anew.
             node = self.tree.root(request.cache_salt)
@@ -419,13 +424,20 @@ class BlockManager:
 
     def num_unfilled_slots(self, g: int) -> int:
         """Slots of group g that requests hold but no token fills yet; a block shared by forks counts once."""
-        unfilled: dict[int, int] = {}
+        size, pool, unfilled = self.block_size, self.pools[g], 0
+        # Only the block that is being written can be one that forks share; it is as full as the fullest of them has it.
+        shared: dict[int, int] = {}
         for request, table in self._tables.items():
-            index, used = divmod(request.num_computed_tokens, self.block_size)
-            for i, block in enumerate(table.blocks[g][index:]):
-                empty = self.block_size - (used if i == 0 else 0)
-                unfilled[block] = min(unfilled.get(block, empty), empty)
-        return sum(unfilled.values())
+            blocks = table.blocks[g]
+            empty = len(blocks) * size - request.num_computed_tokens
+            if empty <= 0:
+                continue
+            index, used = divmod(request.num_computed_tokens, size)
+            if pool.is_shared(blocks[index]):
+                shared[blocks[index]] = min(shared.get(blocks[index], size), size - used)
+                empty -= size - used
+            unfilled += empty
+        return unfilled + sum(shared.values())
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the books agree: blocks, references, tables, seats, and one writer per slot."""

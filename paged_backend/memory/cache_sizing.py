@@ -10,14 +10,13 @@ import torch
 from paged_backend.checks import describe
 from paged_backend.config import EngineConfig, parse_bytes, parse_memory
 from paged_backend.errors import ConfigError
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.kv_group import KVGroup
+from paged_backend.memory.state_slots import SLOTS_PER_SEAT
 
 DEFAULT_BUDGET = 2 * 2**30
 # What recurrent states of running requests, and those kept for prefixes, take at most when nothing else is asked.
 DEFAULT_STATE_BUDGET = 4 * 2**30
 DEFAULT_SNAPSHOT_BUDGET = 2**29
-# A running request has the state that its next pass reads, and the one that this pass writes.
-SLOTS_PER_SEAT = 2
 # The length that the groups' shares of a budget are balanced for: at most this many tokens.
 REFERENCE_LENGTH = 2048
 # Every block is counted, in some 50 bytes of the host's memory.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from paged_backend.kernels import QUANTISED_MAX, LayerCache, MaskRule, copy_blocks, cpu, empty_cache
+from paged_backend.memory.kv_group import KVGroup
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,6 @@ class LayerSpec:
         dtype = kv_dtype or self.dtype
         scales = 2 * 4 if dtype in QUANTISED_MAX else 0
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
-
-
-@dataclass(frozen=True)
-class KVGroup:
-    """The layers that share one mask rule, hence one block table per request and one share of the pool."""
-
-    rule: MaskRule
-    layers: tuple[int, ...]
-    bytes_per_token: int
-
-    def blocks_for(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """The most blocks a sequence of ``num_tokens`` holds at once when fed ``chunk`` tokens a step."""
-        whole = -(-num_tokens // block_size)
-        if self.rule.kind == "full":
-            return whole
-        # What the step's first query still sees, the step's own tokens, and a block cut at either end.
-        return min(whole, -(-(self.rule.size + chunk) // block_size) + 1)
 
 
 def group_layers(layers: Sequence[LayerSpec], kv_dtype: torch.dtype | None = None) -> list[KVGroup]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from paged_backend.errors import RequestRefused
 from paged_backend.memory.block_pool import BlockPool
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.kv_group import KVGroup
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
 from paged_backend.memory.state_slots import StateSlots
 

@@ -55,13 +55,9 @@ class PrefixNode:
     @property
     def leads_somewhere(self) -> bool:
         """Whether anything is held by it, or reached through it."""
-        return bool(
-            self.children
-            or any(self.pins)
-            or self.snapshot_pins
-            or self.snapshot is not None
-            or any(block is not None for block in self.blocks)
-        )
+        if self.children or self.snapshot_pins or self.snapshot is not None or any(self.pins):
+            return True
+        return self.blocks.count(None) < len(self.blocks)
 
 
 class PrefixTree:
@@ -84,10 +80,22 @@ class PrefixTree:
             node = self._roots[salt] = PrefixNode(None, (), self.num_groups, salt=salt)
         return node
 
-    def match(self, token_ids: Sequence[int], salt: str | None, max_blocks: int) -> list[PrefixNode]:
-        """The nodes of the longest known prefix, at most ``max_blocks``; some may have lost their blocks."""
-        node, size, found = self.root(salt), self.block_size, []
-        for start in range(0, max_blocks * size, size):
+    def match(
+        self, token_ids: Sequence[int], salt: str | None, max_blocks: int, before: Sequence[PrefixNode] = ()
+    ) -> list[PrefixNode]:
+        """The nodes of the longest known prefix, at most ``max_blocks``; some may have lost their blocks.
+
+        before: what was found for these tokens earlier; what is still on the tree of it is not looked for again.
+        """
+        node, size, found = self.root(salt), self.block_size, list(before)
+        while found and found[-1].parent is None:
+            # A prefix is dropped from its end, so that what stands before a node that is there is there too.
+            found.pop()
+        if found and found[0].parent is not node:
+            # They are of a tree that was cleared.
+            found = []
+        node = found[-1] if found else node
+        for start in range(len(found) * size, max_blocks * size, size):
             child = node.children.get(tuple(token_ids[start : start + size]))
             if child is None:
                 break

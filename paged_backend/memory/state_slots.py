@@ -13,6 +13,8 @@ from paged_backend.request.request import Request
 
 # Where the state of no tokens is read from.
 NO_SLOT = -1
+# A running request has the state that its next pass reads, and the one that this pass writes.
+SLOTS_PER_SEAT = 2
 
 
 class Span(NamedTuple):

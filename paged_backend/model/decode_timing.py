@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from paged_backend.kernels import AttentionVariant, Backend
-from paged_backend.memory.kv_cache import KVCache, KVGroup, LayerSpec
+from paged_backend.memory.kv_cache import KVCache, LayerSpec
+from paged_backend.memory.kv_group import KVGroup
 from paged_backend.model.attention import ForwardContext, PagedLayer
 from paged_backend.model.batch import build_batch
 

@@ -352,6 +352,10 @@ class PluginManager:
             else None
         )
 
+    def takes_option(self, kind: str, name: str, option: str) -> bool:
+        """Whether the policy of this name says that it takes the option. Raises UnknownPolicy."""
+        return option in (_named_options(self._lookup(kind, name)) or ())
+
     def _policy(self, kind: str, value: Any, options: Mapping[str, Any], base: type) -> Any:
         if isinstance(value, str):
             value = self._lookup(kind, value)
@@ -393,17 +397,22 @@ class PluginManager:
 
 def _check_options(kind: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """ConfigError for an option that a class or factory does not take, as far as it says what it takes."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        return
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if unknown := [name for name in options if name not in known]:
+    known = _named_options(factory)
+    if known is not None and (unknown := [name for name in options if name not in known]):
         raise ConfigError(
             f"{kind} {name_of(factory)} has no option {unknown[0]!r}; choose from {', '.join(known) or 'none'}"
         )
+
+
+def _named_options(factory: Any) -> list[str] | None:
+    """The options that a class or factory names; None if it does not say, or takes any."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _label(impl: Any) -> str:

@@ -30,7 +30,16 @@ FAILED = _Failed()
 
 def ask(on_error: ErrorHandler, policy: object, method: str, *args: Any) -> Any:
     """Call a method of a policy; FAILED if it raised, which is reported, as is an answer that was slow to come."""
-    return call(on_error, policy, method, lambda: getattr(policy, method)(*args))
+    time = begin_answer(on_error)
+    try:
+        return getattr(policy, method)(*args)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        on_error(policy, method, error)
+        return FAILED
+    finally:
+        report_if_slow(on_error, policy, method, time)
 
 
 def call(
@@ -40,7 +49,7 @@ def call(
 
     Even SystemExit is survived. Only Ctrl-C passes, since it is meant for the program.
     """
-    time = AnswerTime()
+    time = None if may_take_long else begin_answer(on_error)
     try:
         return function()
     except KeyboardInterrupt:
@@ -49,13 +58,17 @@ def call(
         on_error(policy, method, error)
         return FAILED
     finally:
-        if not may_take_long:
-            report_if_slow(on_error, policy, method, time)
+        report_if_slow(on_error, policy, method, time)
 
 
-def report_if_slow(on_error: ErrorHandler, policy: object, method: str, time: AnswerTime) -> None:
+def begin_answer(on_error: ErrorHandler) -> AnswerTime | None:
+    """What times an answer from now on; None where nobody wants to hear of slow ones."""
+    return AnswerTime() if getattr(on_error, "times_answers", True) else None
+
+
+def report_if_slow(on_error: ErrorHandler, policy: object, method: str, time: AnswerTime | None) -> None:
     """Report an answer that took longer than any should since ``time`` began."""
-    if (slowness := time.slowness()) is not None:
+    if time is not None and (slowness := time.slowness()) is not None:
         on_error(policy, method, SlowAnswer(slowness))
 
 
@@ -63,10 +76,12 @@ class PolicyErrors:
     """The error handler of one engine.
 
     counts: how often each ``"policy.method"`` broke its contract; slow answers have a name of their own.
+    times_answers: whether slow answers are reported; where time is not that of the machine, they cannot be.
     """
 
-    def __init__(self, strict: bool = False) -> None:
+    def __init__(self, strict: bool = False, *, times_answers: bool = True) -> None:
         self.strict = strict
+        self.times_answers = times_answers
         self.counts: Counter[str] = Counter()
         self._raised: PluginError | None = None
 

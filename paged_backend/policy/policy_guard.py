@@ -9,8 +9,7 @@ from typing import Any
 
 from paged_backend.checks import describe
 from paged_backend.policies import RequestView, SchedulingPolicy
-from paged_backend.policy.answer_time import AnswerTime
-from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask, call, report_if_slow
+from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask, begin_answer, call, report_if_slow
 from paged_backend.request.request import Request
 from paged_backend.request.state import RequestState
 
@@ -198,7 +197,7 @@ class PolicyGuard:
         """A step computed this many tokens of each request."""
         if not self._counts_tokens:
             return
-        time = AnswerTime()
+        time = begin_answer(self._on_error)
         for request, num_tokens in counts:
             try:
                 self.policy.on_tokens(request.view, num_tokens, now)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.errors import SamplingFailed, contained
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Lockstep(ABC):

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from paged_backend.outputs import RequestMetrics, RequestOutput
+from paged_backend.request.continued_tokens import ContinuedTokens
 from paged_backend.request.lockstep import Lockstep
 from paged_backend.request.state import RequestState
 from paged_backend.request.view import RequestView
 from paged_backend.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class Request:
     """One sequence being generated. The scheduler, the block manager and the sampler fill it in; plugins see a view.
 
-    token_ids: prompt and output together. num_computed_tokens: how many of them have keys and values in the cache.
+    token_ids: prompt and output together, num_tokens of them; a prompt that is no list is not copied, and read as it is
+    asked for. num_computed_tokens: how many of them have keys and values in the cache.
     num_scheduled_tokens: how many the current step feeds. num_lost_tokens: how many the last preemption took.
     prompt_embeds: what is fed in place of the prompt's tokens, [num_prompt_tokens, D], or None.
+    prefix_path: while it waits, the nodes of its tokens in the tree of prefixes, as they were looked for last.
     seat: its row in the block tables while it holds one. forks: samples that split off when the prompt is computed.
     """
 
@@ -39,10 +43,12 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_scheduled_tokens",
+        "num_tokens",
         "order",
         "output",
         "overtaken",
         "params",
+        "prefix_path",
         "priority",
         "prompt_embeds",
         "queue_limit",
@@ -59,7 +65,7 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         arrival_time: float,
         order: int,
@@ -91,8 +97,10 @@ class Request:
         self.lockstep = lockstep
         self.prompt_embeds = prompt_embeds
         self.state = RequestState.WAITING
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
+        self.token_ids: list[int] | ContinuedTokens = (
+            list(prompt_token_ids) if isinstance(prompt_token_ids, list) else ContinuedTokens(prompt_token_ids)
+        )
+        self.num_prompt_tokens = self.num_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_scheduled_tokens = 0
@@ -102,22 +110,19 @@ class Request:
         self.last_scheduled_time: float | None = None
         self.overtaken = 0
         self.seat: int | None = None
+        self.prefix_path: list[Any] = []
         self.forks: tuple[Request, ...] = ()
         self.sampling_state: Any = None
         self._view: RequestView | None = None
         self.output = RequestOutput(request_id, index, prompt_token_ids, RequestMetrics(arrival_time))
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def max_num_tokens(self) -> int:
@@ -151,7 +156,7 @@ class Request:
     @property
     def is_held(self) -> bool:
         """All of its tokens are computed, and the next one is not chosen before others of its lockstep come so far."""
-        return self.state is RequestState.DECODE and len(self.token_ids) == self.num_computed_tokens
+        return self.state is RequestState.DECODE and self.num_tokens == self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -160,11 +165,16 @@ class Request:
     def append_token(self, token: int) -> None:
         self.token_ids.append(token)
         self.output.token_ids.append(token)
+        self.num_tokens += 1
         self.tokens_since_admission += 1
 
     def replace_last_token(self, token: int) -> None:
         """Let another token stand, and be fed, in the place of the last one, which nothing was computed of yet."""
-        self.token_ids[-1] = self.output.token_ids[-1] = token
+        if isinstance(self.token_ids, list):
+            self.token_ids[-1] = token
+        else:
+            self.token_ids.replace_last(token)
+        self.output.token_ids[-1] = token
         self.output.new_token_ids = [token]
         # It follows from the tokens.
         self.sampling_state = None

@@ -12,7 +12,8 @@ from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 from paged_backend.errors import SamplingFailed, contained
 from paged_backend.request.request import Request
 from paged_backend.sampling.detokenizer import tokenizer_lock
-from paged_backend.sampling.sampling_state import SamplingState, SeenTokens
+from paged_backend.sampling.sampling_state import SamplingState
+from paged_backend.sampling.seen_tokens import SeenTokens
 from paged_backend.sampling.structured import Constraint
 from paged_backend.sampling_params import LogitsProcessor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +17,11 @@ from paged_backend.request.request import Request
 from paged_backend.sampling.distribution import take_rows, warp
 from paged_backend.sampling.logits_processing import LogitsProcessing
 from paged_backend.sampling.random_stream import stream_key, uniform
+from paged_backend.sampling.sampled import Sampled
 from paged_backend.sampling.sampling_state import SamplingState
 
 # Rows are processed in groups of about this many logits: 8 MiB in float32, which a CPU's cache holds.
 _CPU_GROUP, _GPU_GROUP = 2**21, 2**26
-
-
-class Sampled(NamedTuple):
-    """One entry per request: its token or why it has none, and its logprobs by token id (None unless asked for).
-
-    Logprobs hold the token itself first, then the likeliest tokens, likeliest first, without those that cannot come up.
-    """
-
-    tokens: list[int | Exception]
-    logprobs: list[dict[int, float] | None]
 
 
 class Sampler:

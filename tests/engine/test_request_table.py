@@ -18,7 +18,7 @@ from paged_backend.plugins.fifo import Fifo
 from paged_backend.policy.plugin_manager import PluginManager
 from paged_backend.policy.policy_errors import PolicyErrors
 from paged_backend.request.request import Request
-from paged_backend.sampling.sampler import Sampled
+from paged_backend.sampling.sampled import Sampled
 
 
 def test_metrics_follow_the_injected_clock(llama):

@@ -345,3 +345,38 @@ def test_requests_together_free_what_they_share():
     compute(manager, second, 4)
     assert manager.freed_by([first]) == [1]
     assert manager.freed_by([first, second]) == [manager.pools[0].num_owned]
+
+
+def test_a_waiting_request_is_matched_on_from_where_it_was_found_before(monkeypatch):
+    manager = make_manager("full", 40)
+    tokens = list(range(1, 41))
+    first = make_request(tokens, 0)
+    start(manager, first)
+    compute(manager, first, 40)
+    looked_at = []
+    match = manager.tree.match
+
+    def counting(token_ids, *args):
+        return match(Counted(token_ids, looked_at), *args)
+
+    monkeypatch.setattr(manager.tree, "match", counting)
+    waiting = make_request([*tokens, 99, 98], 1)
+    matches = [manager.match_prefix(waiting) for _ in range(3)]
+    assert [found.num_tokens for found in matches] == [40] * 3
+    assert matches[0] == matches[1] == matches[2]
+    # Ten blocks once, and no more.
+    assert len(looked_at) == 10
+    manager.reset()
+    assert manager.match_prefix(waiting).num_tokens == 0
+
+
+class Counted(list):
+    """Tokens that note the pieces they are asked for."""
+
+    def __init__(self, tokens, pieces):
+        super().__init__(tokens)
+        self._pieces = pieces
+
+    def __getitem__(self, index):
+        self._pieces.append(index)
+        return super().__getitem__(index)

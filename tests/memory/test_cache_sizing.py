@@ -19,7 +19,8 @@ from paged_backend.memory.cache_sizing import (
     budget_bytes,
     memory_of,
 )
-from paged_backend.memory.kv_cache import KVGroup, LayerSpec
+from paged_backend.memory.kv_cache import LayerSpec
+from paged_backend.memory.kv_group import KVGroup
 
 CPU = torch.device("cpu")
 WINDOW = MaskRule("window", 64)

@@ -9,7 +9,8 @@ from tiny_models import make_tiny
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.kernels import FULL, MaskRule
-from paged_backend.memory.kv_cache import KVGroup, LayerSpec, group_layers
+from paged_backend.memory.kv_cache import LayerSpec, group_layers
+from paged_backend.memory.kv_group import KVGroup
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)

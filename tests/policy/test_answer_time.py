@@ -9,7 +9,7 @@ import time
 import pytest
 
 from paged_backend.policy import answer_time
-from paged_backend.policy.policy_errors import PolicyErrors, call
+from paged_backend.policy.policy_errors import PolicyErrors, ask, call
 
 
 def compute(seconds: float) -> None:
@@ -79,3 +79,11 @@ def test_time_in_line_for_a_core_is_read_seldom_but_in_doubt():
     first = line.at_least(time.perf_counter())
     assert line.at_least(time.perf_counter()) == first
     assert line.now() >= first
+
+
+def test_nobody_is_timed_where_the_time_of_the_machine_does_not_count(limits, monkeypatch):
+    errors = PolicyErrors(times_answers=False)
+    monkeypatch.setattr(answer_time, "thread_time", lambda: pytest.fail("the clock was read"))
+    assert call(errors, "mine", "victim", lambda: time.sleep(0.03) or 7) == 7
+    assert ask(errors, "text", "upper") == "TEXT"
+    assert not errors.counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paged_backend.kernels import FULL, MaskRule
 from paged_backend.memory.block_manager import BlockManager
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.memory.kv_group import KVGroup
 from paged_backend.plugins.eviction import Lru
 from paged_backend.request.request import Request
 from paged_backend.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""A scheduler and a block manager at work without a model: what a scheduling policy needs to show what it does."""
+"""A virtual engine for tests: what a scheduling policy needs to show what it does, and a record of who began when."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from paged_backend.engine.scheduler import ScheduledStep, Scheduler
-from paged_backend.kernels import FULL
-from paged_backend.memory.block_manager import BlockManager
-from paged_backend.memory.kv_cache import KVGroup
+from paged_backend.engine.scheduler import ScheduledStep
+from paged_backend.lab.virtual_engine import VirtualEngine
 from paged_backend.plugins.eviction import Lru
 from paged_backend.policies import EvictionPolicy, SchedulingPolicy
-from paged_backend.policy.policy_errors import SlowAnswer
-from paged_backend.policy.policy_guard import PolicyGuard
 from paged_backend.request.request import Request
 from paged_backend.sampling_params import SamplingParams
 
 
-class ModelFree:
+class ModelFree(VirtualEngine):
     """Runs requests of given lengths through the real scheduler; time passes by ``step_s`` a step.
 
     starts: the requests in the order in which they began to run, each with those that waited on at that moment.
-    errors: what the policies were found guilty of. ended: the requests in the order in which they ended.
+    ended: the requests in the order in which they ended.
     """
 
     def __init__(
@@ -36,24 +32,21 @@ class ModelFree:
         eviction: Callable[[], EvictionPolicy] = Lru,
         step_s: Callable[[int, int], float] = lambda num_decodes, num_prefill_tokens: 0.01,
     ) -> None:
-        self.errors: list[tuple[object, str, object]] = []
-        self.blocks = BlockManager(
-            [KVGroup(FULL, (0,), 1)], [num_blocks], block_size, max_num_seqs, budget, [eviction()], self._note
+        super().__init__(
+            policy,
+            eviction,
+            lambda step: self.step_s(len(step.decodes), step.num_prefill_tokens),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
         )
-        self.policy = PolicyGuard(policy, self._note)
-        self.scheduler = Scheduler(self.blocks, self.policy, budget)
-        self.now = 0.0
         self.step_s = step_s
         self.starts: list[tuple[Request, list[Request]]] = []
         self.ended: list[Request] = []
-        self._outputs: dict[Request, int] = {}
+        self._by_id: dict[str, Request] = {}
         self._orders = itertools.count()
         self._tokens = itertools.count(1)
-
-    def _note(self, policy: object, method: str, error: object) -> None:
-        # A busy machine makes anybody slow.
-        if not isinstance(error, SlowAnswer):
-            self.errors.append((policy, method, error))
 
     def add(
         self,
@@ -70,27 +63,22 @@ class ModelFree:
         params = SamplingParams(max_tokens=max_tokens or output)
         request = Request(str(order), tokens, params, self.now, order, deadline=deadline, **options)
         assert self.blocks.shortage(request.num_tokens + output) is None
-        self._outputs[request] = output
-        self.scheduler.add(request, self.now)
+        self._by_id[request.request_id] = request
+        self.enqueue(request, output)
         return request
 
-    def step(self, *, drain: bool = False) -> ScheduledStep:
+    def step(self, *, drain: bool = False) -> ScheduledStep:  # type: ignore[override]
         """Plan a step, pretend to run it, and let what is complete end."""
-        for request in self.policy.doomed(self.now):
-            self._end(request, "timeout")
         waiting = dict.fromkeys(self.policy.waiting)
-        step = self.scheduler.schedule(self.now, drain=drain)
-        for request in step.admitted:
+        stepped = super().step(drain=drain)
+        if not stepped.step:
+            # Whoever drives an engine that holds everybody back comes again later.
+            self.now += self.step_s(0, 0)
+        for request in stepped.step.admitted:
             waiting.pop(request)
-            self.starts.append((request, list(waiting)))
-        rows = step.sampling
-        self.now += self.step_s(len(step.decodes), step.num_prefill_tokens)
-        self.scheduler.commit(step, self.now)
-        for request in rows:
-            request.append_token(next(self._tokens))
-            if request.num_output_tokens == self._outputs[request]:
-                self._end(request, "stop" if request.num_output_tokens < request.params.max_tokens else "length")
-        return step
+            self.starts.append((request, [other for other in waiting if other.output.finish_reason != "timeout"]))
+        self.ended += [self._by_id[output.request_id] for output in stepped.outputs if output.finished]
+        return stepped.step
 
     def run(self, max_steps: int = 10_000, *, drain: bool = True) -> None:
         """Step until nothing is left."""
@@ -103,10 +91,8 @@ class ModelFree:
         )
 
     def abort(self, request: Request) -> None:
-        self._end(request, "abort")
-
-    def _end(self, request: Request, reason: Any) -> None:
-        self.scheduler.finish(request, reason, self.now)
+        self.requests.end(request, "abort")
+        self.requests.take_ended()
         self.ended.append(request)
 
     @property
@@ -115,5 +101,5 @@ class ModelFree:
 
     def assert_sound(self) -> None:
         """Nothing was reported, no block is lost."""
-        assert not self.errors, self.errors
+        assert not self.errors.counts, self.errors.counts
         self.blocks.check_integrity()

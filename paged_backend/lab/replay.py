@@ -1,0 +1,287 @@
+"""Replay: the requests of a trace through the scheduler of engines, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from paged_backend.checks import checked_amount, checked_int, describe
+from paged_backend.config import MAX_BLOCK_SIZE, MAX_NUM_SEQS, MAX_TOKENS
+from paged_backend.errors import ConfigError
+from paged_backend.lab.service_gap import OUTPUT_COST, PROMPT_COST, ServiceGap, clients_of
+from paged_backend.lab.step_cost import StepCost
+from paged_backend.lab.trace import TraceRequest
+from paged_backend.lab.usage import Usage
+from paged_backend.lab.virtual_engine import VirtualEngine
+from paged_backend.outputs import FinishReason, RequestOutput
+from paged_backend.policies import SchedulingPolicy
+from paged_backend.policy.plugin_manager import PluginManager
+from paged_backend.request.request import Request
+from paged_backend.sampling_params import SamplingParams
+from paged_backend.stats import EngineStats
+
+LengthKnowledge = Literal["oracle", "max", "quantile"]
+LENGTH_KNOWLEDGE = ("oracle", "max", "quantile")
+# How many times as long as in a batch that is half full a request may take, and the seconds on top.
+DEADLINES = {"tight": 2.0, "loose": 5.0}
+DEADLINE_SLACK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What requests run on. cost: of its steps. num_blocks: of memory. Raises ConfigError for what cannot be."""
+
+    cost: StepCost
+    seats: int = 48
+    num_blocks: int = 16384
+    block_size: int = 16
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        checked_int("seats", self.seats, 1, MAX_NUM_SEQS)
+        checked_int("memory", self.num_blocks, 1, MAX_TOKENS)
+        checked_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
+        checked_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_TOKENS)
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Which policies decide, by name or import path, with their options."""
+
+    scheduler: str = "fifo"
+    eviction: str = "lru"
+    scheduler_options: Mapping[str, Any] = field(default_factory=dict)
+    eviction_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request; times in seconds since the trace began, None for what never happened.
+
+    reason: why it ended, ``"refused"`` for one that could never fit.
+    """
+
+    arrival: float
+    first_token: float | None
+    finished: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    deadline: float | None
+    client_id: str | None
+    reason: FinishReason | Literal["refused"]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What became of a trace under some policies.
+
+    outcomes: in order of arrival. seconds: from the first arrival to the last end. usage: of memory over time.
+    service_gap: see ServiceGap; None with fewer than two clients. stats: the engine's, whose policy errors tell of
+    policies that broke their contracts.
+    """
+
+    policies: Policies
+    outcomes: list[Outcome]
+    seconds: float
+    usage: Usage
+    service_gap: float | None
+    stats: EngineStats
+
+
+def replay(
+    trace: Sequence[TraceRequest],
+    machine: Machine,
+    policies: Policies = Policies(),
+    *,
+    length_knowledge: LengthKnowledge = "oracle",
+    deadline: float | str | None = None,
+) -> Replayed:
+    """Let the requests of ``trace`` arrive as they did, and run as the policies say.
+
+    length_knowledge: what policies are told of the lengths of outputs: ``"oracle"`` the true ones, as ``max_tokens``;
+    ``"max"`` the trace's ``max_tokens``, else its longest output; ``"quantile"`` that too, and policies with an option
+    ``predict`` learn from what ended. deadline: of requests that have none in the trace, ``"tight"``, ``"loose"`` or a
+    multiple of the time that a request takes when half of the seats are taken, half a second more.
+
+    The same arguments give the same result. Raises ConfigError and UnknownPolicy for what cannot be used.
+    """
+    return Replay(trace, machine, policies, length_knowledge=length_knowledge, deadline=deadline).run()
+
+
+def at_load(trace: Sequence[TraceRequest], machine: Machine, load: float) -> list[TraceRequest]:
+    """``trace`` at another pace, such that so much more arrives than the machine can do: 1 is all that it can.
+
+    What it can do is taken from a replay in which all requests are there at once, first come, first served.
+    """
+    checked_amount("load", load, positive=True)
+    span = trace[-1].arrival
+    if not span:
+        raise ConfigError("the trace's requests arrive all at once, so that no load can be made of them")
+    capacity_s = replay([replace(request, arrival=0.0) for request in trace], machine).seconds
+    return [replace(request, arrival=request.arrival * capacity_s / load / span) for request in trace]
+
+
+class Replay:
+    """One trace on its way through a VirtualEngine."""
+
+    def __init__(
+        self,
+        trace: Sequence[TraceRequest],
+        machine: Machine,
+        policies: Policies,
+        *,
+        length_knowledge: LengthKnowledge = "oracle",
+        deadline: float | str | None = None,
+    ) -> None:
+        if length_knowledge not in LENGTH_KNOWLEDGE:
+            raise ConfigError(
+                f"length_knowledge={describe(length_knowledge)} is unknown; choose from {', '.join(LENGTH_KNOWLEDGE)}"
+            )
+        self._trace = trace
+        self._machine = machine
+        self._policies = policies
+        self._knows_lengths = length_knowledge == "oracle"
+        self._deadline = _multiple(deadline)
+        self._longest = max(request.output_length for request in trace)
+        plugins = PluginManager()
+        self.engine = VirtualEngine(
+            _scheduler(plugins, policies, learns=length_knowledge == "quantile"),
+            plugins.eviction_factory(policies.eviction, policies.eviction_options),
+            machine.cost.of,
+            num_blocks=machine.num_blocks,
+            block_size=machine.block_size,
+            max_num_seqs=machine.seats,
+            max_num_batched_tokens=machine.max_num_batched_tokens,
+            enable_prefix_caching=machine.enable_prefix_caching,
+        )
+        self._arriving = deque(enumerate(trace))
+        self._outcomes: dict[int, Outcome] = {}
+        self._unfinished: dict[str, Request] = {}
+        self._usage = Usage(machine.num_blocks)
+        clients = clients_of([request.client_id for request in trace])
+        self._gap = ServiceGap(clients) if len(clients) > 1 else None
+
+    def run(self) -> Replayed:
+        """Until the last request has ended."""
+        engine = self.engine
+        while self._arriving or engine.requests:
+            self._arrive()
+            if engine.requests:
+                self._step()
+            elif self._arriving:
+                engine.now = max(engine.now, self._arriving[0][1].arrival)
+        return Replayed(
+            self._policies,
+            [self._outcomes[order] for order in range(len(self._trace))],
+            engine.now,
+            self._usage,
+            None if self._gap is None else self._gap.largest,
+            engine.stats(),
+        )
+
+    def _arrive(self) -> None:
+        while self._arriving and self._arriving[0][1].arrival <= self.engine.now:
+            order, known = self._arriving.popleft()
+            if self.engine.blocks.shortage(len(known.prompt) + known.output_length) is not None:
+                self._outcomes[order] = Outcome(
+                    known.arrival, None, None, len(known.prompt), 0, None, known.client_id, "refused"
+                )
+                continue
+            request = self._request(order, known)
+            self._unfinished[request.request_id] = request
+            self.engine.enqueue(request, known.output_length)
+            if self._gap is not None:
+                self._gap.waits(request.client_id)
+
+    def _request(self, order: int, known: TraceRequest) -> Request:
+        most = (
+            known.output_length if self._knows_lengths else max(known.output_length, known.max_tokens or self._longest)
+        )
+        deadline_s = known.deadline_s
+        if deadline_s is None and self._deadline is not None:
+            machine = self._machine
+            deadline_s = DEADLINE_SLACK_S + self._deadline * machine.cost.alone(
+                len(known.prompt), known.output_length, machine.seats // 2, machine.max_num_batched_tokens
+            )
+        return Request(
+            str(order),
+            known.prompt,
+            SamplingParams(max_tokens=most),
+            known.arrival,
+            order,
+            priority=known.priority,
+            deadline=None if deadline_s is None else known.arrival + deadline_s,
+            client_id=known.client_id,
+            cache_salt=known.cache_salt,
+        )
+
+    def _step(self) -> None:
+        engine = self.engine
+        stepped = engine.step(drain=not self._arriving)
+        self._usage.record(engine.now, engine.blocks.pools[0].num_owned, engine.blocks.pools[0].num_cached)
+        if self._gap is not None:
+            self._watch_service(stepped.step.admitted, stepped.step.preempted, stepped.outputs)
+        for output in stepped.outputs:
+            if output.finish_reason is not None:
+                self._end(self._unfinished.pop(output.request_id))
+        held_until = engine.scheduler.held_until
+        if held_until is not None:
+            # The policy keeps everybody back, until then or until somebody comes.
+            engine.now = min(held_until, self._arriving[0][1].arrival)
+
+    def _watch_service(
+        self, admitted: Sequence[Request], preempted: Sequence[tuple[Request, int]], outputs: Sequence[RequestOutput]
+    ) -> None:
+        gap = self._gap
+        assert gap is not None
+        for request in admitted:
+            gap.waits(request.client_id, -1)
+            if request.num_preemptions == 0:
+                gap.serve(request.client_id, PROMPT_COST * request.num_prompt_tokens)
+        for request, _ in preempted:
+            gap.waits(request.client_id)
+        for output in outputs:
+            client = self._unfinished[output.request_id].client_id
+            gap.serve(client, OUTPUT_COST * len(output.new_token_ids))
+            if output.finish_reason == "timeout":
+                gap.waits(client, -1)
+        gap.look()
+
+    def _end(self, request: Request) -> None:
+        output, metrics = request.output, request.output.metrics
+        assert output.finish_reason is not None
+        self._outcomes[request.order] = Outcome(
+            request.arrival_time,
+            metrics.first_token_time,
+            metrics.finished_time,
+            request.num_prompt_tokens,
+            len(output.token_ids),
+            request.deadline,
+            request.client_id,
+            output.finish_reason,
+        )
+
+
+def _multiple(deadline: float | str | None) -> float | None:
+    if deadline is None:
+        return None
+    if isinstance(deadline, str):
+        if deadline in DEADLINES:
+            return DEADLINES[deadline]
+        try:
+            deadline = float(deadline)
+        except ValueError as error:
+            raise ConfigError(
+                f"deadline={describe(deadline)} is unknown; choose from {', '.join(DEADLINES)}, or give a multiple"
+            ) from error
+    return checked_amount("deadline", deadline, positive=True)
+
+
+def _scheduler(plugins: PluginManager, policies: Policies, *, learns: bool) -> SchedulingPolicy:
+    options = dict(policies.scheduler_options)
+    if learns and "predict" not in options and plugins.takes_option("scheduler", policies.scheduler, "predict"):
+        options["predict"] = "quantile"
+    return plugins.scheduler(policies.scheduler, options)
