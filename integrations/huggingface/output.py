@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from paged_backend.integrations.huggingface.call import refuse
-from paged_backend.integrations.huggingface.rows import states_alone
+from paged_backend.integrations.huggingface.rows import keeps_states, states_alone
 
 # transformers calls the field ``cache`` since 5.24, and ``past_key_values`` before.
 _CACHE_FIELD = next(
@@ -60,13 +60,13 @@ def _fill(cache: Any, model: Any, prompts: Tensor, fed: Tensor, model_kwargs: di
     has_states_alone = states_alone(cache)
     num_before = 0 if has_states_alone else cache.get_seq_length()
     num_fed = 0
-    for piece in fed.split(1 if any(cache.is_linear) else max(1, fed.shape[1]), dim=1) if fed.shape[1] else ():
+    for piece in fed.split(1 if any(keeps_states(cache)) else max(1, fed.shape[1]), dim=1) if fed.shape[1] else ():
         # Stock takes as many off the left as the cache holds; told by the mask, and by the configuration without one.
         input_ids = piece if has_states_alone else torch.nn.functional.pad(piece, (num_before + num_fed, 0))
         num_fed += piece.shape[1]
         config = GenerationConfig()
         config._mask_length = num_before + num_fed
-        model._prefill(input_ids, config, _grown(model_kwargs, num_fed), is_first_iteration=False)
+        model._prefill(input_ids, config, _grown(model_kwargs, num_fed))
     assert has_states_alone or cache.get_seq_length() == num_before + num_fed
 
 

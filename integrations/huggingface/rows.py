@@ -123,7 +123,13 @@ def check_inputs(
 
 def states_alone(cache: Any) -> bool:
     """Whether ``cache`` is one of recurrent states without any keys and values, which has no length."""
-    return bool(cache.layers) and all(cache.is_linear)
+    kinds = keeps_states(cache)
+    return bool(kinds) and all(kinds)
+
+
+def keeps_states(cache: Any) -> list[bool]:
+    """For each layer of ``cache``, whether it holds recurrent states; empty in versions that know of none."""
+    return list(getattr(cache, "is_linear", ()))
 
 
 def _refuse_padding(model: Any, rows: list[Row], reason: str) -> None:

@@ -348,6 +348,8 @@ class _FarPasses:
     def _differ(self, packed: _Recording, claimed: _Recording) -> bool:
         if len(packed.calls) != len(claimed.calls):
             return True
+        if any(a.key.shape != b.key.shape for a, b in zip(packed.calls, claimed.calls, strict=True)):
+            raise Unprovable("with a cache of its own it attends to other tokens, as where layers share a place in it")
         return any(
             _change(getattr(a, name)[:, :, self._half :], getattr(b, name)[:, :, self._half :]) > _SAME
             for a, b in zip(packed.calls, claimed.calls, strict=True)
@@ -392,8 +394,6 @@ def _check_independence(near: _Recording, far: _Recording, layers: list[LayerSpe
 
 
 def _change(old: torch.Tensor, new: torch.Tensor) -> float:
-    """The distance of ``new`` as a share of ``old``; infinite where one is no number, or of another shape."""
-    if old.shape != new.shape:
-        return torch.inf
+    """The distance of ``new`` as a share of ``old``; infinite where one of them is no number."""
     change = ((old.float() - new.float()).norm() / old.float().norm().clamp_min(1e-30)).item()
     return change if change == change else torch.inf

@@ -228,11 +228,11 @@ def test_generate_inside_a_processor_of_the_same_engine_is_refused_and_of_anothe
 
 
 def test_a_refused_model_is_refused_again_and_keeps_no_engine():
-    from transformers import MambaConfig, MambaForCausalLM
+    from transformers import BloomConfig, BloomForCausalLM
 
-    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)).eval()
     for _ in range(2):
-        with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
+        with pytest.raises(UnsupportedModel, match="BloomForCausalLM"):
             paged(model, {"input_ids": torch.tensor([[5, 6]])})
     assert engines_of(model) == []
 
