@@ -38,7 +38,7 @@ class TestChatPagedOnSampleModel(ChatModelIntegrationTests):
         # So small a model may repeat itself until its tokens are used up, if rounding or the lack of a penalty lets it.
         return {
             "model": sample_model.fetch(),
-            "max_tokens": 256,
+            "max_tokens": 64,
             "frequency_penalty": 0.3,
             "engine_kwargs": FLOAT32,
         }
@@ -46,7 +46,7 @@ class TestChatPagedOnSampleModel(ChatModelIntegrationTests):
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:
         """Without a penalty so small a model repeats a joke until its tokens are used up."""
-        return {"repetition_penalty": 1.2}
+        return {"repetition_penalty": 1.2, "max_tokens": 256}
 
     @property
     def supports_model_override(self) -> bool:
