@@ -12,7 +12,6 @@ from service_checks import assert_idle, wait_until
 from paged_backend import hookimpl
 from paged_backend.integrations.langchain import ChatPaged, PagedLLM, engines
 
-
 # What differs in plumbing alone runs on the scripted model; real weights take seconds for each.
 _PLUMBING = ("_async", "test_structured_output_pydantic_2_v1", "test_structured_output_optional_param", "[model1]")
 
