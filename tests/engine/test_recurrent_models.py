@@ -9,7 +9,7 @@ from oracle import assert_greedy, draw_prompts, stock_greedy
 from recurrent_models import FAMILIES, STEPPED, make_recurrent
 from torch import nn
 
-from paged_backend import Engine, SamplingParams
+from paged_backend import Engine, SamplingParams, hookimpl
 from paged_backend.errors import ConfigError, RequestRefused, UnsupportedModel
 from paged_backend.memory.state_cache import StateCache
 
@@ -272,3 +272,22 @@ def test_a_long_answer_holds_two_states(hybrid):
         engine.generate([hybrid.prompts[0]], SamplingParams(max_tokens=60, ignore_eos=True))
         assert engine.stats().states.num_reserved_slots == 2
         assert engine.stats().states.num_held_slots == 0
+
+
+@pytest.mark.parametrize(("lengths", "first_step"), [([80, 70], 80), ([80, 10], 90), ([20, 70], 90)])
+def test_a_chunk_shorter_than_a_piece_of_a_scan_waits_for_the_next_step(hybrid, lengths, first_step):
+    steps = []
+
+    class Listener:
+        @hookimpl
+        def step_finished(self, stats):
+            steps.append(stats.num_prefill_tokens)
+
+    options = OPTIONS | {"max_num_batched_tokens": 96, "enable_prefix_caching": False}
+    prompts = draw_prompts(lengths)
+    with Engine(hybrid.model, plugins=[Listener()], **options) as engine:
+        outputs = engine.generate(prompts, GREEDY)
+    assert steps[0] == first_step
+    assert sum(steps) == sum(lengths)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(hybrid.model, prompt, output.token_ids, stock_greedy(hybrid.model, prompt, NUM_TOKENS))
