@@ -11,7 +11,6 @@ from recurrent_models import make_recurrent
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.kernels import cpu
-from paged_backend.model.state_rows import StateRows
 from paged_backend.swaps import state as state_swap
 
 pytestmark = pytest.mark.skipif(not cpu.is_available(), reason="no C++ operations here")
@@ -106,12 +105,3 @@ def test_a_forward_of_the_users_own_is_left_alone():
         assert engine.stats().swaps_made == {"state": 1}
         assert engine.stats().swaps_refused == {"model.layers.0.linear_attn": "its forward was replaced"}
         assert_stocks_tokens(model, engine)
-
-
-def test_what_knows_nothing_of_slots_fails_instead_of_guessing():
-    rows = StateRows.of(torch.zeros(2, 4), torch.tensor([0]), torch.tensor([1]))
-    assert rows.copy_(rows) is rows
-    with pytest.raises(TypeError, match="replaced by another one"):
-        rows.copy_(torch.zeros(1, 4))
-    with pytest.raises(TypeError):
-        torch.zeros(1, 4) * rows
