@@ -73,10 +73,8 @@ class Intake:
         _check_prompt_embeds(fields.get("prompt_embeds"), len(token_ids), served.twin.embedding_dim)
         check_stop(params, self._tokenizer)
         check_constraint(params, self._tokenizer)
-        most = served.num_seats
-        if params.n > most:
-            limit = "max_num_seqs is" if most == served.config.max_num_seqs else "kv_cache_memory holds the states of"
-            raise RequestRefused(f"n={params.n} samples cannot run at once; {limit} {most}")
+        if params.n > served.num_seats:
+            raise RequestRefused(f"n={params.n} samples cannot run at once; {served.seat_limit}")
         self._check_length(len(token_ids), params.max_tokens)
         request_id = fields.pop("request_id", None)
         if request_id is not None:

@@ -20,9 +20,8 @@ def check_room(request: Request, served: ServedModel) -> None:
     members = [member for member in request.lockstep.members if not member.is_finished]
     members += [request, *request.forks]
     what = f"with this request {len(members)} members of one lockstep would have to run at once"
-    seats = served.config.max_num_seqs
-    if len(members) > seats:
-        raise RequestRefused(f"{what}, and max_num_seqs is {seats}; raise it")
+    if len(members) > served.num_seats:
+        raise RequestRefused(f"{what}, and {served.seat_limit}; raise it")
     if served.runs_at_once([member.max_num_tokens for member in members]):
         return
     block_size = served.blocks.block_size

@@ -148,6 +148,7 @@ class Scheduler:
     def _schedule_chunk(self, request: Request, budget: int, step: ScheduledStep) -> int:
         chunk = min(request.num_uncomputed_tokens, budget)
         if step and chunk < self._shortest_chunk(request):
+            # Its turn has come, so that nobody behind it gets the rest of the budget either.
             return budget
         if not self.blocks.reserve(request, request.num_computed_tokens + chunk):
             return 0

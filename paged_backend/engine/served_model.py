@@ -217,6 +217,13 @@ class ServedModel:
 
     # Room
 
+    @property
+    def seat_limit(self) -> str:
+        """What allows ``num_seats`` and not more, in words."""
+        if self.num_seats == self.config.max_num_seqs:
+            return f"max_num_seqs is {self.num_seats}"
+        return f"kv_cache_memory holds the states of {self.num_seats}"
+
     def runs_at_once(self, lengths: Sequence[int]) -> bool:
         """Whether requests of these lengths (prompt and output) can all run at the same time, if nothing else does."""
         if len(lengths) > self.num_seats:

@@ -31,8 +31,8 @@ class _Seat:
     """One request's slots.
 
     slot: its state after all tokens that were computed. stops: numbers of tokens after which its state is wanted as a
-    snapshot. planned: the spans of the pass to come. passed: slots of the states at its stops within the last pass, by
-    tokens. latest: the prefix whose snapshot it took last while it decoded.
+    snapshot. planned: the spans of the pass to come. passed: from ``commit`` to ``keep``, slots of the states at its
+    stops within the last pass, by tokens. latest: the prefix whose snapshot it took last while it decoded.
     """
 
     slot: int
@@ -167,8 +167,7 @@ class StateSlots:
         """``request`` needs its slots no more."""
         seat = self._seats.pop(request)
         self._give_up_plan(seat)
-        for slot in (seat.slot, *seat.passed.values()):
-            self._release(slot)
+        self._release(seat.slot)
         if seat.latest is not None and seat.latest.snapshot is not None:
             self._snapshots.move_to_end(seat.latest)
 

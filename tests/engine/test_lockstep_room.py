@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from oracle import draw_prompts
+from recurrent_models import make_recurrent
 from tiny_models import make_tiny
 
 from paged_backend import Engine, Lockstep, SamplingParams
@@ -49,7 +50,20 @@ def finish_reasons(engine: Engine, request_ids: list[str]) -> list[str | None]:
     ids=["seats", "memory"],
 )
 def test_the_member_that_is_one_too_many_is_refused_and_the_others_go_on(llama, options, max_tokens, numbers):
-    engine, lockstep = Engine(llama, **options), Unchanged()
+    assert_one_too_many_is_refused(Engine(llama, **options), max_tokens, numbers)
+
+
+def test_the_member_whose_recurrent_state_finds_no_memory_is_refused_and_the_others_go_on():
+    model = make_recurrent("qwen3_next")
+    with Engine(model) as engine:
+        # Of each request two, in half of the memory.
+        memory = 2 * 2 * 2 * engine.runner.states.bytes_per_slot
+    numbers = "3 members .* at once, and kv_cache_memory holds the states of 2; raise it"
+    assert_one_too_many_is_refused(Engine(model, kv_cache_memory=memory), 5, numbers)
+
+
+def assert_one_too_many_is_refused(engine: Engine, max_tokens: int, numbers: str) -> None:
+    lockstep = Unchanged()
     prompts = draw_prompts([3, 3, 3])
     # A member that is over takes no room.
     before = engine.add_request(prompts[2], params(max_tokens), lockstep=lockstep)
