@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged_backend.lazy_heap import LazyHeap as LazyHeap
 from paged_backend.request.view import RequestView as RequestView
@@ -124,8 +124,7 @@ class KeyedPolicy(SchedulingPolicy):
         return len(self._waiting)
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
+class CachedBlock(NamedTuple):
     """A block that no request uses but whose contents may be reused.
 
     id: the block's number, unique within its policy. depth: full blocks before it in its prefix. hits: how often
@@ -149,7 +148,11 @@ class EvictionPolicy(ABC):
 
     The engine offers a block when no request uses it and nothing cached hangs on it, so a prefix goes end first and
     any order is a sound one. Every call is per block and should cost O(1) or O(log n).
+
+    spares_awaited: whether blocks that waiting requests begin with are kept back as long as others are on offer.
     """
+
+    spares_awaited: bool = True
 
     @abstractmethod
     def add(self, block: CachedBlock) -> None:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from paged_backend.checks import checked_number
+from paged_backend.checks import checked_flag, checked_number
 from paged_backend.hookspecs import hookimpl
 from paged_backend.policies import CachedBlock, EvictionPolicy, KeyedEviction, LazyHeap
 
@@ -19,7 +19,13 @@ REMEMBERED = 4
 
 
 class Lru(KeyedEviction):
-    """Drops the block that went unused first; of those that one request leaves, the last. O(log n)."""
+    """Drops the block that went unused first; of those that one request leaves, the last. O(log n).
+
+    spares_awaited: see EvictionPolicy.
+    """
+
+    def __init__(self, spares_awaited: bool = True) -> None:
+        self.spares_awaited = checked_flag("spares_awaited", spares_awaited)
 
     def key(self, block: CachedBlock) -> tuple[float, int]:
         return (block.last_used, -block.depth)

@@ -90,10 +90,17 @@ class Scheduler:
 
     def use(self, blocks: BlockManager) -> None:
         """Give out other blocks from now on; nothing may run at the moment."""
+        for request in self.policy.waiting:
+            self.blocks.expect_no_more(request)
+            blocks.expect(request)
         self.blocks = blocks
 
     def add(self, request: Request, now: float) -> None:
         request.state = RequestState.WAITING
+        self._wait(request, now)
+
+    def _wait(self, request: Request, now: float) -> None:
+        self.blocks.expect(request)
         self.policy.add(request, now)
 
     def schedule(self, now: float, *, drain: bool = False) -> ScheduledStep:
@@ -224,7 +231,7 @@ class Scheduler:
                 if request in self.policy:
                     self.policy.remove(request)
             for request in set_aside:
-                self.policy.add(request, now)
+                self._wait(request, now)
         return budget
 
     def _in_groups(self, candidates: Generator[Request]) -> Generator[Request]:
@@ -330,10 +337,12 @@ class Scheduler:
         counts = [(request, request.num_scheduled_tokens) for request in step.requests]
         if step:
             self.policy.on_step(len(step.decodes), step.num_prefill_tokens, now - step.time)
+        blocks = self.blocks
         for request, count in counts:
             request.num_scheduled_tokens = 0
             request.num_computed_tokens += count
-            self.blocks.register(request)
+            if count > 1 or blocks.registers(request.num_computed_tokens):
+                blocks.register(request)
             if request.state is RequestState.PREFILL and request.num_uncomputed_tokens == 0:
                 request.state = RequestState.DECODE
                 del self._prefilling[request]
@@ -359,11 +368,12 @@ class Scheduler:
             request.num_computed_tokens = request.num_scheduled_tokens = 0
             request.state = RequestState.WAITING
             if request not in self.policy:
-                self.policy.add(request, now)
+                self._wait(request, now)
 
     def finish(self, request: Request, reason: FinishReason, now: float) -> None:
         """End a request from whatever state; its blocks are free or cached afterwards."""
         if request in self.policy:
+            self.blocks.expect_no_more(request)
             self.policy.remove(request)
         elif request in self.running:
             self._stop_running(request, now)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -167,12 +169,13 @@ class Replay:
     def run(self) -> Replayed:
         """Until the last request has ended."""
         engine = self.engine
-        while self._arriving or engine.requests:
-            self._arrive()
-            if engine.requests:
-                self._step()
-            elif self._arriving:
-                engine.now = max(engine.now, self._arriving[0][1].arrival)
+        with _uncollected():
+            while self._arriving or engine.requests:
+                self._arrive()
+                if engine.requests:
+                    self._step()
+                elif self._arriving:
+                    engine.now = max(engine.now, self._arriving[0][1].arrival)
         return Replayed(
             self._policies,
             [self._outcomes[order] for order in range(len(self._trace))],
@@ -263,6 +266,18 @@ class Replay:
             request.client_id,
             output.finish_reason,
         )
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Without searches for garbage: a replay leaves none, and a cache's books are large to search."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _multiple(deadline: float | str | None) -> float | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from paged_backend.errors import IntegrityError, RequestRefused
 from paged_backend.memory.block_pool import BlockPool
 from paged_backend.memory.kv_group import KVGroup
 from paged_backend.memory.pins import PrefixPins
+from paged_backend.memory.prefix_queue import PrefixQueue
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
 from paged_backend.memory.state_slots import SLOTS_PER_SEAT, StateSlots, deepest_snapshot
 from paged_backend.policies import EvictionPolicy
@@ -26,15 +28,14 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The cached beginning of a request: ``num_tokens`` tokens, and per group the blocks to share, NO_BLOCK where
-    the group's mask rule sees nothing of them any more.
+    """The cached beginning of a request: its first ``num_tokens`` tokens, which end in ``node``, a root if there are
+    none.
 
     num_stateless: tokens of a longer beginning, whose keys and values are there but no state.
     """
 
+    node: PrefixNode
     num_tokens: int
-    nodes: tuple[PrefixNode, ...]
-    blocks: tuple[tuple[int, ...], ...]
     num_stateless: int = 0
 
 
@@ -86,6 +87,7 @@ class BlockManager:
             BlockPool(g, count, self.tree, policy, on_policy_error, needs_ancestors=group.rule.kind == "full")
             for g, (group, count, policy) in enumerate(zip(groups, num_blocks, evictions, strict=True))
         ]
+        self.queue = PrefixQueue(self.tree, self._awaiting_changed)
         self.states = None if num_snapshots is None else StateSlots(num_snapshots, self.tree)
         self.pins = PrefixPins(self.groups, self.pools, self.tree, self.states)
         self.copies: list[list[tuple[int, int]]] = [[] for _ in groups]
@@ -128,72 +130,77 @@ class BlockManager:
     def match_prefix(self, request: Request) -> PrefixMatch:
         """The longest cached beginning of the request's tokens that every group can still serve.
 
-        At least one token stays to be computed, since its logits are wanted.
+        At least one token stays to be computed, since its logits are wanted. O(log blocks of the prefix) while the
+        request waits, where all groups are of full attention and there is no recurrent state.
         """
-        none = PrefixMatch(0, (), tuple(() for _ in self.groups))
         if not self._caches(request):
-            return none
-        nodes = self._known_nodes(request)
-        length = known = self._agreed(nodes, len(nodes))
+            return PrefixMatch(self.tree.root(request.cache_salt), 0)
+        node = known = self._agreed(self._known_end(request))
         if self.states is not None:
             # At the end of a shorter beginning, what windows see there may be gone.
-            while length and nodes[length - 1].snapshot is None:
-                length = self._agreed(nodes, deepest_snapshot(nodes, length))
-        if not length:
-            return PrefixMatch(0, (), none.blocks, known * self.block_size)
-        blocks = []
-        for g, group in enumerate(self.groups):
-            first = group.rule.first_visible(length * self.block_size) // self.block_size
-            blocks.append(
-                tuple(self._block(node, g) if i >= first else NO_BLOCK for i, node in enumerate(nodes[:length]))
-            )
-        return PrefixMatch(length * self.block_size, tuple(nodes[:length]), tuple(blocks), known * self.block_size)
+            while node.depth and node.snapshot is None:
+                node = self._agreed(deepest_snapshot(node))
+        return PrefixMatch(node, node.depth * self.block_size, known.depth * self.block_size)
 
-    def _known_nodes(self, request: Request) -> list[PrefixNode]:
-        """The tree's path along the request's tokens, all but the last; it waits on where it was found before."""
+    def _known_end(self, request: Request) -> PrefixNode:
+        """Where the tree's path along the request's tokens ends, all but the last."""
+        if request.prefix_node is not None:
+            node: PrefixNode = request.prefix_node
+            return node
         last = (request.num_tokens - 1) // self.block_size
-        request.prefix_path = self.tree.match(request.token_ids, request.cache_salt, last, request.prefix_path)
-        return request.prefix_path
+        path = self.tree.match(request.token_ids, request.cache_salt, last)
+        return path[-1] if path else self.tree.root(request.cache_salt)
 
-    def _agreed(self, nodes: Sequence[PrefixNode], length: int) -> int:
-        """The longest match up to ``length`` blocks that every group can serve."""
-        while length:
+    def _agreed(self, node: PrefixNode) -> PrefixNode:
+        """The longest match up to ``node`` that every group can serve."""
+        agreed = None
+        while node.depth and node is not agreed:
             # Each group may shorten the match, after which the others must agree again.
-            agreed = min((self._servable(nodes, length, g) for g in range(len(self.groups))), default=length)
-            if agreed == length:
-                break
-            length = agreed
-        return length
+            agreed = node
+            for g in range(len(self.groups)):
+                node = self._servable(node, g)
+        return node
 
-    def _servable(self, nodes: Sequence[PrefixNode], length: int, g: int) -> int:
-        """The longest match up to ``length`` blocks whose visible part group g still holds."""
-        rule, size = self.groups[g].rule, self.block_size
-        while length:
-            first = rule.first_visible(length * size) // size
-            missing = next((i for i in reversed(range(first, length)) if nodes[i].blocks[g] is None), None)
-            if missing is None:
-                return length
-            # Every shorter match that reaches past the missing block sees it too.
-            length = missing
-        return 0
+    def _servable(self, node: PrefixNode, g: int) -> PrefixNode:
+        """The longest match up to ``node`` whose visible part group g still holds."""
+        if self.groups[g].rule.kind == "full":
+            return node.deepest(lambda ancestor: ancestor.blocks[g] is not None)
+        # Every shorter match that reaches past a missing block sees it too.
+        while missing := next((seen for seen in self._seen(node, g) if seen.blocks[g] is None), None):
+            assert missing.parent is not None
+            node = missing.parent
+        return node
 
-    @staticmethod
-    def _block(node: PrefixNode, g: int) -> int:
-        block = node.blocks[g]
-        assert block is not None
-        return block
+    def _seen(self, node: PrefixNode, g: int) -> Iterator[PrefixNode]:
+        """What group g sees of the prefix that ends in ``node``, last block first."""
+        first = self.groups[g].rule.first_visible(node.depth * self.block_size) // self.block_size
+        return islice(node.upwards(), node.depth - first)
 
     def can_admit(self, request: Request, match: PrefixMatch, promised: Sequence[int], headroom: int) -> bool:
         """Whether the whole of ``request`` so far fits beside what is ``promised`` per group to other prefills,
         leaving up to ``headroom`` blocks, at most an eighth of the pool, for those that decode."""
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             need = group.blocks_for(request.num_tokens, self.block_size, self.max_chunk)
-            shared = [block for block in match.blocks[g] if block != NO_BLOCK]
-            already_taken = sum(not pool.is_available(block) for block in shared)
+            num_shared = match.node.depth - group.rule.first_visible(match.num_tokens) // self.block_size
             spare = min(headroom, pool.num_blocks // 8)
-            if pool.num_available - promised[g] < max(need, len(shared)) - already_taken + spare:
+            if pool.num_available - promised[g] < max(need, num_shared) - self._num_taken(match.node, g) + spare:
                 return False
         return True
+
+    def _num_taken(self, node: PrefixNode, g: int) -> int:
+        """How many blocks that group g sees of the prefix that ends in ``node`` are not available, since others use
+        them or they are pinned."""
+        pool = self.pools[g]
+        if self.groups[g].rule.kind == "full":
+            # Whoever has a block has what it is reached through.
+            return node.deepest(lambda ancestor: not pool.is_available(self._block(ancestor, g))).depth
+        return sum(not pool.is_available(self._block(seen, g)) for seen in self._seen(node, g))
+
+    @staticmethod
+    def _block(node: PrefixNode, g: int) -> int:
+        block = node.blocks[g]
+        assert block is not None
+        return block
 
     def still_needed(self, request: Request) -> list[int]:
         """Per group, the blocks a half-prefilled request has yet to take."""
@@ -231,35 +238,48 @@ class BlockManager:
         """Take back the ``pin`` of this prefix; False if there is none."""
         return self.pins.discard((salt, tuple(token_ids)))
 
+    # Waiting
+
+    def expect(self, request: Request) -> None:
+        """``request`` waits from now on, so what it begins with is worth keeping."""
+        if self._caches(request):
+            self.queue.join(request)
+
+    def expect_no_more(self, request: Request) -> None:
+        """``request`` waits no longer."""
+        self.queue.leave(request)
+
+    def _awaiting_changed(self, node: PrefixNode) -> None:
+        for pool in self.pools:
+            pool.offer_again(node)
+
     # Taking and giving back
 
     def admit(self, request: Request, match: PrefixMatch) -> None:
         """Give ``request`` a seat and the blocks of its cached beginning."""
-        node = match.nodes[-1] if match.nodes else self.tree.root(request.cache_salt)
-        table = BlockTable(self._free_seats.pop(), len(self.groups), node if self._caches(request) else None)
+        table = BlockTable(self._free_seats.pop(), len(self.groups), match.node if self._caches(request) else None)
         self._tables[request] = table
         request.seat = table.seat
-        for node in match.nodes:
+        for node in match.node.upwards():
             node.hits += 1
-        for g, blocks in enumerate(match.blocks):
+        for g, pool in enumerate(self.pools):
+            blocks = [self._block(node, g) for node in self._seen(match.node, g)][::-1]
             for block in blocks:
-                if block == NO_BLOCK:
-                    table.first[g] += 1
-                else:
-                    self.pools[g].share(block)
-                self._append(table, g, block)
+                pool.share(block)
+            table.first[g] = match.node.depth - len(blocks)
+            self._append(table, g, [NO_BLOCK] * table.first[g] + blocks)
         table.capacity = match.num_tokens
         if self.states is not None:
             stops = self._stops(request, match) if table.node is not None else ()
-            self.states.begin(request, match.nodes[-1] if match.nodes else None, stops)
-        request.prefix_path = []
+            self.states.begin(request, match.node if match.num_tokens else None, stops)
+        self.queue.leave(request)
 
     def _stops(self, request: Request, match: PrefixMatch) -> set[int]:
         """Where the state of ``request`` is worth keeping: at the last block's end before its last token, where known
         prefixes branch off, and at the ends of pinned ones."""
         size, last = self.block_size, (request.num_tokens - 1) // self.block_size
-        known = self._known_nodes(request)
-        stops = {last * size, match.num_stateless, *(node.depth * size for node in known if node.snapshot_pins)}
+        pinned = (node.depth * size for node in self._known_end(request).upwards() if node.snapshot_pins)
+        stops = {last * size, match.num_stateless, *pinned}
         return {stop for stop in stops if stop > match.num_tokens}
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -288,13 +308,13 @@ class BlockManager:
         for g, (new, copy) in enumerate(plans):
             pool = self.pools[g]
             if copy:
-                source, block = table.blocks[g][written], pool.allocate()
-                pool.release(source, 0.0)
+                source, (block,) = table.blocks[g][written], pool.allocate(1)
+                pool.release([source], 0.0)
                 self.copies[g].append((source, block))
                 table.blocks[g][written] = block
                 self._rows[g][table.seat, written] = block
-            for _ in range(new):
-                self._append(table, g, pool.allocate())
+            if new:
+                self._append(table, g, pool.allocate(new))
         table.capacity = min((len(blocks) for blocks in table.blocks), default=target) * self.block_size
         return True
 
@@ -304,12 +324,17 @@ class BlockManager:
             if group.rule.kind == "full":
                 continue
             seen = group.rule.first_visible(request.num_computed_tokens) // self.block_size
-            blocks = table.blocks[g]
-            for index in range(table.first[g], min(seen, len(blocks))):
-                self.pools[g].release(blocks[index], now, request.priority)
-                blocks[index] = NO_BLOCK
-                self._rows[g][table.seat, index] = NO_BLOCK
-                table.first[g] = index + 1
+            blocks, first = table.blocks[g], table.first[g]
+            end = min(seen, len(blocks))
+            if first < end:
+                self.pools[g].release(blocks[first:end], now, request.priority)
+                blocks[first:end] = [NO_BLOCK] * (end - first)
+                self._rows[g][table.seat, first:end] = NO_BLOCK
+                table.first[g] = end
+
+    def registers(self, num_computed_tokens: int) -> bool:
+        """Whether ``register`` has anything to do for a request that has just computed one more token."""
+        return self.states is not None or num_computed_tokens % self.block_size == 0
 
     def register(self, request: Request) -> None:
         """Book what was computed: the state as the request's, full blocks as findable for requests that begin alike."""
@@ -341,7 +366,7 @@ class BlockManager:
                 if known != block:
                     # Two requests computed the same block; one copy is enough.
                     pool.share(known)
-                    pool.release(block, request.last_scheduled_time or 0.0)
+                    pool.release([block], request.last_scheduled_time or 0.0)
                     table.blocks[g][index] = known
                     self._rows[g][table.seat, index] = known
         table.node = node
@@ -355,12 +380,12 @@ class BlockManager:
         child.num_computed_tokens = parent.num_computed_tokens
         for g, blocks in enumerate(source.blocks):
             # Blocks reserved ahead of the written tokens stay the parent's alone.
-            used = -(-parent.num_computed_tokens // self.block_size)
+            used = blocks[: -(-parent.num_computed_tokens // self.block_size)]
             table.first[g] = source.first[g]
-            for block in blocks[:used]:
+            for block in used:
                 if block != NO_BLOCK:
                     self.pools[g].share(block)
-                self._append(table, g, block)
+            self._append(table, g, used)
         # The next write by either of them must look at the shared block first.
         source.capacity = table.capacity = parent.num_computed_tokens // self.block_size * self.block_size
         if self.states is not None:
@@ -373,8 +398,7 @@ class BlockManager:
             if self.copies[g]:
                 # A copy into a block that is given back must not land on its next owner.
                 self.copies[g] = [pair for pair in self.copies[g] if pair[1] not in blocks]
-            for block in reversed(blocks[table.first[g] :]):
-                self.pools[g].release(block, now, request.priority)
+            self.pools[g].release(blocks[table.first[g] :][::-1], now, request.priority)
             self._rows[g][table.seat, : len(blocks)] = NO_BLOCK
         self._free_seats.append(table.seat)
         request.seat = None
@@ -388,6 +412,7 @@ class BlockManager:
         self._tables.clear()
         self._free_seats = list(range(self.max_num_seqs - 1, -1, -1))
         self.tree.clear()
+        self.queue.renew()
         if self.states is not None:
             self.states.reset()
         for g, pool in enumerate(self.pools):
@@ -412,13 +437,13 @@ class BlockManager:
         seats = np.fromiter((request.seat for request in requests), np.int64, len(requests))
         return [rows[seats] for rows in self._rows]
 
-    def _append(self, table: BlockTable, g: int, block: int) -> None:
-        index = len(table.blocks[g])
-        rows = self._rows[g]
-        if index == rows.shape[1]:
+    def _append(self, table: BlockTable, g: int, blocks: Sequence[int]) -> None:
+        index, rows = len(table.blocks[g]), self._rows[g]
+        end = index + len(blocks)
+        while end > rows.shape[1]:
             rows = self._rows[g] = np.concatenate([rows, np.full_like(rows, NO_BLOCK)], axis=1)
-        rows[table.seat, index] = block
-        table.blocks[g].append(block)
+        rows[table.seat, index:end] = blocks
+        table.blocks[g].extend(blocks)
 
     # Books
 
@@ -460,6 +485,7 @@ class BlockManager:
                     raise IntegrityError(f"{request!r} may write block {shared[0]}, which another request holds too")
                 owners.update(held)
             pool.check_integrity(owners)
+        self.queue.check_integrity()
         if self.states is not None:
             self.states.check_integrity(self._tables)
         seats = [table.seat for table in self._tables.values()] + self._free_seats

@@ -8,9 +8,11 @@ from typing import NoReturn
 
 from paged_backend.checks import describe
 from paged_backend.errors import IntegrityError
+from paged_backend.lazy_heap import LazyHeap
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
 from paged_backend.policies import CachedBlock, EvictionPolicy
-from paged_backend.policy.policy_errors import FAILED, ErrorHandler, ask
+from paged_backend.policy.eviction_guard import EvictionGuard
+from paged_backend.policy.policy_errors import FAILED, ErrorHandler
 
 
 class BlockPool:
@@ -18,7 +20,8 @@ class BlockPool:
 
     On offer to the policy are the cached blocks that may go: nobody uses them, they are not pinned, and with
     ``needs_ancestors`` no block is reached through them. The policy is advice: any other answer is reported, and the
-    block that is on offer longest goes instead.
+    block that is on offer longest goes instead. Blocks that waiting requests begin with are offered only when there are
+    no others, the one that is wanted last first, unless the policy says that it does not spare them.
     """
 
     def __init__(
@@ -34,13 +37,13 @@ class BlockPool:
         self.group = group
         self.num_blocks = num_blocks
         self.tree = tree
-        self.policy = policy
+        self.policy = EvictionGuard(policy, on_policy_error)
         self.needs_ancestors = needs_ancestors
-        self._on_policy_error = on_policy_error
         # Blocks that nobody uses but that hold a reusable prefix.
         self._cached: dict[int, CachedBlock] = {}
-        # Those of them that may be dropped, longest on offer first.
+        # Those of them that may be dropped, longest on offer first, and those that are spared for who waits.
         self._offered: dict[int, CachedBlock] = {}
+        self._spared: LazyHeap[int] = LazyHeap()
         # Blocks that stay for a prefix, whether it is computed yet or not; and those of them that nobody uses.
         self.num_pinned = 0
         self._num_idle_pinned = 0
@@ -85,11 +88,19 @@ class BlockPool:
         """How many more would be available if each of ``blocks`` lost this many users."""
         return sum(count == self._ref_counts[block] and not self._is_pinned(block) for block, count in blocks.items())
 
-    def allocate(self) -> int:
-        """An unowned block, now owned once; the caller checked ``num_available``."""
-        block = self._free.pop() if self._free else self._evict()
-        self._ref_counts[block] = 1
-        return block
+    def allocate(self, count: int) -> list[int]:
+        """Unowned blocks, now owned once; the caller checked ``num_available``."""
+        free = self._free
+        num_free = min(count, len(free))
+        blocks = free[len(free) - num_free :][::-1]
+        del free[len(free) - num_free :]
+        if num_free < count:
+            with self.policy.timed("evict"):
+                for _ in range(count - num_free):
+                    blocks.append(self._evict())
+        for block in blocks:
+            self._ref_counts[block] = 1
+        return blocks
 
     def share(self, block: int) -> None:
         """One more request uses ``block``."""
@@ -97,18 +108,23 @@ class BlockPool:
             self._uncache(block)
         self._ref_counts[block] += 1
 
-    def release(self, block: int, now: float, priority: int = 0) -> None:
-        """One request less uses ``block``; the last one leaves it cached if it holds a known prefix, else free."""
-        self._ref_counts[block] -= 1
-        if self._ref_counts[block]:
-            return
-        node = self._nodes[block]
-        if node is None:
-            self._free.append(block)
-            return
-        self._cached[block] = CachedBlock(block, node.depth - 1, node.hits, node.created, now, priority, node.contents)
-        self._num_idle_pinned += node.pins[self.group] > 0
-        self._offer(block)
+    def release(self, blocks: Iterable[int], now: float, priority: int = 0) -> None:
+        """One request less uses ``blocks``; the last one leaves them cached if they hold a known prefix, else free."""
+        group, counts, nodes = self.group, self._ref_counts, self._nodes
+        with self.policy.timed("add"):
+            for block in blocks:
+                counts[block] -= 1
+                if counts[block]:
+                    continue
+                node = nodes[block]
+                if node is None:
+                    self._free.append(block)
+                    continue
+                self._cached[block] = CachedBlock(
+                    block, node.depth - 1, node.hits, node.created, now, priority, node.contents
+                )
+                self._num_idle_pinned += node.pins[group] > 0
+                self._offer(block, node)
 
     def register(self, block: int, node: PrefixNode) -> int:
         """Let ``block`` hold ``node``'s tokens; returns the block that does, an earlier one if there is one.
@@ -163,7 +179,14 @@ class BlockPool:
             block = node.blocks[self.group]
             if block is not None and block in self._cached:
                 self._num_idle_pinned -= 1
-                self._offer(block)
+                self._offer(block, node)
+
+    def offer_again(self, node: PrefixNode) -> None:
+        """Who waits for ``node`` changed."""
+        block = node.blocks[self.group]
+        if block is not None and (block in self._spared or (block in self._offered and node.num_awaiting)):
+            self._withdraw(block)
+            self._offer(block, node)
 
     def num_pinned_with(self, nodes: Iterable[PrefixNode]) -> int:
         """What ``num_pinned`` would be with ``nodes`` pinned too."""
@@ -174,38 +197,55 @@ class BlockPool:
         return node is not None and node.pins[self.group] > 0
 
     def _evict(self) -> int:
-        answer = ask(self._on_policy_error, self.policy, "evict")
-        known = type(answer) is int and answer in self._offered
-        if not known and answer is not FAILED:
-            self._on_policy_error(self.policy, "evict", f"returned {describe(answer)}, which is no block on offer")
-        block: int = answer if known else next(iter(self._offered))
-        self._uncache(block)
+        block = self._chosen() if self._offered else self._awaited_last()
         node = self._nodes[block]
         assert node is not None
+        self._withdraw(block)
+        del self._cached[block]
         parent = node.parent
         self._nodes[block] = None
         self.tree.forget(node, self.group)
         self.num_evictions += 1
         above = None if parent is None else parent.blocks[self.group]
-        if above is not None:
-            self._offer(above)
+        if above is not None and above in self._cached:
+            assert parent is not None
+            self._offer(above, parent)
         return block
 
-    def _may_go(self, block: int) -> bool:
-        node = self._nodes[block]
-        assert node is not None
+    def _chosen(self) -> int:
+        """The block on offer that the policy names."""
+        answer = self.policy.evict()
+        if type(answer) is int and answer in self._offered:
+            return answer
+        if answer is not FAILED:
+            self.policy.report("evict", f"returned {describe(answer)}, which is no block on offer")
+        return next(iter(self._offered))
+
+    def _awaited_last(self) -> int:
+        """The block whose first waiting request came last."""
+        first = self._spared.first()
+        assert first is not None
+        return first[1]
+
+    def _may_go(self, node: PrefixNode) -> bool:
         return not node.pins[self.group] and not (self.needs_ancestors and node.held_children[self.group])
 
-    def _offer(self, block: int) -> None:
-        """Tell the policy of a block, if it is a cached one that may go."""
-        if block in self._cached and block not in self._offered and self._may_go(block):
-            self._offered[block] = self._cached[block]
-            ask(self._on_policy_error, self.policy, "add", self._cached[block])
+    def _offer(self, block: int, node: PrefixNode) -> None:
+        """Tell the policy of a cached block that is not on offer, if it may go and need not be spared."""
+        if not self._may_go(node):
+            return
+        if node.num_awaiting and self.policy.spares_awaited:
+            self._spared.push(block, -node.first_awaiting, block)
+            return
+        entry = self._offered[block] = self._cached[block]
+        self.policy.add(entry)
 
     def _withdraw(self, block: int) -> None:
         entry = self._offered.pop(block, None)
         if entry is not None:
-            ask(self._on_policy_error, self.policy, "remove", entry)
+            self.policy.remove(entry)
+        else:
+            self._spared.discard(block)
 
     def _uncache(self, block: int) -> None:
         self._withdraw(block)
@@ -221,7 +261,7 @@ class BlockPool:
         def fail(message: str) -> NoReturn:
             raise IntegrityError(f"KV group {self.group}: {message}")
 
-        free = set(self._free)
+        free, num_spared = set(self._free), 0
         if len(free) != len(self._free):
             fail("a block is free twice")
         for block in range(self.num_blocks):
@@ -235,8 +275,15 @@ class BlockPool:
                 fail(f"block {block} points at a prefix that is stored in block {node.blocks[self.group]}")
             if (block in free and node is not None) or (block in self._cached and node is None):
                 fail(f"block {block} is {'free' if block in free else 'cached'} but its prefix says otherwise")
-            if block in self._cached and (block in self._offered) != self._may_go(block):
-                fail(f"block {block} is {'' if block in self._offered else 'not '}on offer to the eviction policy")
+            if block in self._cached:
+                assert node is not None
+                offered, spared = block in self._offered, block in self._spared
+                num_spared += spared
+                spare = node.num_awaiting > 0 and self.policy.spares_awaited
+                if (offered, spared) != ((not spare, spare) if self._may_go(node) else (False, False)):
+                    fail(f"block {block} is {'' if offered else 'not '}on offer and {'' if spared else 'not '}spared")
+        if num_spared != len(self._spared):
+            fail(f"{len(self._spared)} blocks are said to be spared, {num_spared} are")
         idle = sum(block in self._cached and self._is_pinned(block) for block in range(self.num_blocks))
         if idle != self._num_idle_pinned or not self._offered.keys() <= self._cached.keys():
             fail(f"{self._num_idle_pinned} pinned blocks are said to be unused, {idle} are")

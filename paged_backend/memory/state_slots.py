@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,7 +47,8 @@ class StateSlots:
 
     A pass reads a request's slot and writes another one, so that nothing is lost when it fails. As no slot is written
     twice, forks share one, and a prefix keeps one as its snapshot, without a copy. Snapshots have an order of their
-    own: those that running requests just left go first, then those that were longest unused; pinned ones stay.
+    own: those that running requests just left go first, then those that were longest unused, then those that waiting
+    requests begin with; pinned ones stay.
 
     num_snapshots: how many prefixes may keep their state. num_made: most slots that were in use at once.
     """
@@ -188,9 +189,10 @@ class StateSlots:
         """Whether one more slot, beside ``num_more``, may be kept for a snapshot, after whatever may go went."""
         on_their_way = num_more + sum(len(seat.passed) + max(0, len(seat.planned) - 1) for seat in self._seats.values())
         while len(self._snapshots) + on_their_way >= self.num_snapshots:
-            victim = next((node for node in self._snapshots if not node.snapshot_pins), None)
-            if victim is None:
+            idle = [node for node in self._snapshots if not node.snapshot_pins]
+            if not idle:
                 return False
+            victim = next((node for node in idle if not node.num_awaiting), idle[0])
             self._drop(victim)
             self.num_evictions += 1
         return True
@@ -245,6 +247,8 @@ class StateSlots:
             raise IntegrityError("a prefix has a snapshot that is not in the books, or the books one without a prefix")
 
 
-def deepest_snapshot(nodes: Sequence[PrefixNode], length: int) -> int:
-    """How many of the first ``length`` of ``nodes``, a path, lead to the last one that has a snapshot."""
-    return next((count for count in range(length, 0, -1) if nodes[count - 1].snapshot is not None), 0)
+def deepest_snapshot(node: PrefixNode) -> PrefixNode:
+    """The last node on the way to ``node`` that has a snapshot, else the root."""
+    while node.parent is not None and node.snapshot is None:
+        node = node.parent
+    return node

@@ -23,7 +23,7 @@ class Request:
     asked for. num_computed_tokens: how many of them have keys and values in the cache.
     num_scheduled_tokens: how many the current step feeds. num_lost_tokens: how many the last preemption took.
     prompt_embeds: what is fed in place of the prompt's tokens, [num_prompt_tokens, D], or None.
-    prefix_path: while it waits, the nodes of its tokens in the tree of prefixes, as they were looked for last.
+    prefix_node: while it waits, the last node in the tree of prefixes that its tokens lead to.
     seat: its row in the block tables while it holds one. forks: samples that split off when the prompt is computed.
     """
 
@@ -48,7 +48,7 @@ class Request:
         "output",
         "overtaken",
         "params",
-        "prefix_path",
+        "prefix_node",
         "priority",
         "prompt_embeds",
         "queue_limit",
@@ -110,7 +110,7 @@ class Request:
         self.last_scheduled_time: float | None = None
         self.overtaken = 0
         self.seat: int | None = None
-        self.prefix_path: list[Any] = []
+        self.prefix_node: Any = None
         self.forks: tuple[Request, ...] = ()
         self.sampling_state: Any = None
         self._view: RequestView | None = None
@@ -123,6 +123,11 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Leading tokens of a waiting request that the cache knows, though a part may have been dropped again."""
+        return 0 if self.prefix_node is None else self.prefix_node.depth * len(self.prefix_node.tokens)
 
     @property
     def max_num_tokens(self) -> int:

@@ -23,6 +23,7 @@ class RequestView:
     order: position by arrival, unique; smaller came first. deadline, time_limit: seconds of the engine's clock.
     num_tokens: prompt and output so far. num_computed_tokens: how many of them have keys and values in the cache;
     0 again after a preemption. num_cached_tokens: how many of those were found in the prefix cache.
+    num_known_tokens: how many of a waiting request's tokens it would find there now, at most; 0 once it runs.
     max_num_tokens: the most it can come to. tokens_since_admission: tokens generated since it last began to run.
     overtaken: how often it was passed over because it did not fit. metadata: what the caller attached, as it is.
     """
@@ -53,6 +54,7 @@ class RequestView:
     num_computed_tokens: int = _read("num_computed_tokens")
     num_uncomputed_tokens: int = _read("num_uncomputed_tokens")
     num_cached_tokens: int = _read("num_cached_tokens")
+    num_known_tokens: int = _read("num_known_tokens")
     max_num_tokens: int = _read("max_num_tokens")
     num_preemptions: int = _read("num_preemptions")
     tokens_since_admission: int = _read("tokens_since_admission")

@@ -129,7 +129,8 @@ def add(table: RequestTable, engine: ModelFree, num_forks: int = 0, **options) -
     forks = []
     for index in range(1, num_forks + 1):
         fork = engine.add(list(request.token_ids), 9, **options)
-        engine.scheduler.policy.remove(fork)
+        engine.blocks.expect_no_more(fork)
+        engine.policy.remove(fork)
         fork.request_id = fork.output.request_id = request.request_id
         fork.output.index = index
         forks.append(fork)

@@ -212,7 +212,8 @@ def test_a_cached_beginning_is_not_computed_again():
 def with_fork(engine: ModelFree, prompt: int, output: int) -> tuple[Request, Request]:
     parent = engine.add(prompt, output)
     fork = engine.add(list(parent.token_ids), output)
-    engine.scheduler.policy.remove(fork)
+    engine.blocks.expect_no_more(fork)
+    engine.policy.remove(fork)
     parent.forks = (fork,)
     return parent, fork
 
@@ -299,12 +300,11 @@ def test_when_no_prompt_finds_blocks_the_others_make_room_for_the_first_in_rank(
         engine.add(16, 2)
     assert [planned(engine) for _ in range(2)] == [([], {0: 8}), ([], {1: 8})]
     pool = engine.blocks.pools[0]
-    taken = [pool.allocate() for _ in range(pool.num_available)]
+    taken = pool.allocate(pool.num_available)
     step = engine.scheduler.schedule(engine.now)
     assert [victim.order for victim, _ in step.preempted] == [0]
     assert chunks(step) == {1: 8}
-    for block in taken:
-        pool.release(block, 0.0)
+    pool.release(taken, 0.0)
     finish(engine)
 
 

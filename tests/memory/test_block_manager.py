@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from block_checks import assert_all_available
 from hypothesis import HealthCheck, settings
@@ -34,6 +36,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.states: dict[int, tuple] = {NO_SLOT: ()}
         self.order = 0
         self.requests: list[Request] = []
+        self.waiting: list[Request] = []
         self.pins: list[tuple[list[int], str | None]] = []
         # What each slot of each group holds: the prefix (salt included) whose last token was written there.
         self.slots: list[dict[int, tuple]] = [{} for _ in self.manager.groups]
@@ -90,9 +93,37 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
         salt=st.sampled_from([None, None, "a"]),
     )
+    def wait(self, tokens: list[int], salt: str | None) -> None:
+        request = make_request(tokens, self.order, salt)
+        self.order += 1
+        self.manager.expect(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        request = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        self.manager.expect_no_more(request)
+        assert request.prefix_node is None
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def admit_waiting(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        self.start(request)
+        if request in self.requests:
+            self.waiting.remove(request)
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        salt=st.sampled_from([None, None, "a"]),
+    )
     def admit(self, tokens: list[int], salt: str | None) -> None:
         request = make_request(tokens, self.order, salt)
         self.order += 1
+        self.start(request)
+
+    def start(self, request: Request) -> None:
         match = self.manager.match_prefix(request)
         assert match.num_tokens < request.num_tokens
         no_promises = [0] * len(self.manager.groups)
@@ -187,6 +218,31 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 _, *content = self.states[node.snapshot]
                 assert content == self.tokens_of(node)
 
+    @invariant()
+    def searches_find_what_looking_at_every_block_finds(self) -> None:
+        for request in getattr(self, "waiting", ()):
+            manager, size = self.manager, self.manager.block_size
+            path = manager.tree.match(request.token_ids, request.cache_salt, (request.num_tokens - 1) // size)
+            assert request.num_known_tokens == len(path) * size
+            match = manager.match_prefix(request)
+            assert match.num_tokens == max(self.served(path), default=0) * size
+            for g, (group, pool) in enumerate(zip(manager.groups, manager.pools, strict=True)):
+                seen = path[group.rule.first_visible(match.num_tokens) // size : match.node.depth]
+                taken = sum(not pool.is_available(node.blocks[g]) for node in seen)
+                assert manager._num_taken(match.node, g) == taken
+
+    def served(self, path: list[PrefixNode]) -> Iterator[int]:
+        """The lengths in blocks at which every group has what it sees, and the state is there if there is one."""
+        for length in range(1, len(path) + 1):
+            firsts = [group.rule.first_visible(length * self.manager.block_size) for group in self.manager.groups]
+            held = all(
+                node.blocks[g] is not None
+                for g, first in enumerate(firsts)
+                for node in path[first // self.manager.block_size : length]
+            )
+            if held and (self.manager.states is None or path[length - 1].snapshot is not None):
+                yield length
+
     @staticmethod
     def tokens_of(node: PrefixNode | None) -> list[int]:
         tokens: list[int] = []
@@ -257,8 +313,7 @@ def test_window_group_needs_only_the_blocks_its_window_still_sees():
     # Position 24 sees the window 17..24: blocks 4 and 5 of the window group, and all of the full group.
     match = manager.match_prefix(make_request([1] * 25, 1))
     assert match.num_tokens == 24
-    assert [block != NO_BLOCK for block in match.blocks[1]] == [False] * 4 + [True] * 2
-    assert NO_BLOCK not in match.blocks[0]
+    assert [sum(1 for _ in manager._seen(match.node, g)) for g in (0, 1)] == [6, 2]
 
 
 def test_hit_is_shortened_until_the_window_group_can_serve_it():
@@ -271,9 +326,9 @@ def test_hit_is_shortened_until_the_window_group_can_serve_it():
     pool = manager.pools[1]
     # Take the window group's blocks away one by one, longest unused first, until only two cached ones are left.
     while pool.num_cached > 2:
-        pool.allocate()
+        pool.allocate(1)
     match = manager.match_prefix(make_request([1] * 24, 1))
-    held = [node.blocks[1] is not None for node in match.nodes]
+    held = [node.blocks[1] is not None for node in [*match.node.upwards()][::-1]]
     assert match.num_tokens == 4 * len(held)
     assert all(held[manager.groups[1].rule.first_visible(match.num_tokens) // 4 :])
 
@@ -345,38 +400,3 @@ def test_requests_together_free_what_they_share():
     compute(manager, second, 4)
     assert manager.freed_by([first]) == [1]
     assert manager.freed_by([first, second]) == [manager.pools[0].num_owned]
-
-
-def test_a_waiting_request_is_matched_on_from_where_it_was_found_before(monkeypatch):
-    manager = make_manager("full", 40)
-    tokens = list(range(1, 41))
-    first = make_request(tokens, 0)
-    start(manager, first)
-    compute(manager, first, 40)
-    looked_at = []
-    match = manager.tree.match
-
-    def counting(token_ids, *args):
-        return match(Counted(token_ids, looked_at), *args)
-
-    monkeypatch.setattr(manager.tree, "match", counting)
-    waiting = make_request([*tokens, 99, 98], 1)
-    matches = [manager.match_prefix(waiting) for _ in range(3)]
-    assert [found.num_tokens for found in matches] == [40] * 3
-    assert matches[0] == matches[1] == matches[2]
-    # Ten blocks once, and no more.
-    assert len(looked_at) == 10
-    manager.reset()
-    assert manager.match_prefix(waiting).num_tokens == 0
-
-
-class Counted(list):
-    """Tokens that note the pieces they are asked for."""
-
-    def __init__(self, tokens, pieces):
-        super().__init__(tokens)
-        self._pieces = pieces
-
-    def __getitem__(self, index):
-        self._pieces.append(index)
-        return super().__getitem__(index)

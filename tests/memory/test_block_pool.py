@@ -6,10 +6,12 @@ from collections import Counter
 
 import pytest
 from block_checks import assert_all_available
-from managed_blocks import compute, make_manager, make_request, start
+from managed_blocks import compute, make_manager, make_request, no_policy_errors, start
 
 from paged_backend.errors import IntegrityError
+from paged_backend.memory.block_manager import BlockManager
 from paged_backend.plugins.eviction import Lru
+from paged_backend.policy.eviction_guard import EvictionGuard
 
 
 def test_tail_of_a_freed_request_is_evicted_before_its_beginning():
@@ -22,7 +24,7 @@ def test_tail_of_a_freed_request_is_evicted_before_its_beginning():
     pool = manager.pools[0]
     assert (pool.num_cached, pool.num_free) == (4, 2)
     for _ in range(4):
-        pool.allocate()
+        pool.allocate(1)
     assert manager.match_prefix(make_request([1] * 16, 1)).num_tokens == 8
 
 
@@ -33,7 +35,7 @@ def test_free_blocks_without_a_prefix_are_used_before_cached_ones():
     compute(manager, request, 6)
     manager.free(request, 0.0)
     for _ in range(5):
-        manager.pools[0].allocate()
+        manager.pools[0].allocate(1)
     assert manager.match_prefix(make_request([1] * 6, 1)).num_tokens == 4
 
 
@@ -52,13 +54,13 @@ def test_evicting_policy_that_answers_nonsense_is_reported_and_overruled():
     errors = []
     manager = make_manager("full", 4)
     pool = manager.pools[0]
-    pool.policy, pool._on_policy_error = Liar(), lambda *args: errors.append(args)
+    pool.policy = EvictionGuard(Liar(), lambda *args: errors.append(args))
     request = make_request([1] * 12, 0)
     start(manager, request)
     compute(manager, request, 12)
     manager.free(request, 0.0)
     for _ in range(4):
-        pool.allocate()
+        pool.allocate(1)
     assert len(errors) == 3
     assert pool.num_evictions == 3
 
@@ -71,14 +73,14 @@ def test_parent_is_not_evicted_before_its_descendants_whatever_the_policy_says()
     errors = []
     manager = make_manager("full", 4)
     pool = manager.pools[0]
-    pool.policy, pool._on_policy_error = HeadFirst(), lambda *args: errors.append(args)
+    pool.policy = EvictionGuard(HeadFirst(), lambda *args: errors.append(args))
     request = make_request([1] * 16, 0)
     start(manager, request)
     compute(manager, request, 12)
     compute(manager, request, 4)
     head = manager._tables[request].blocks[0][0]
     manager.free(request, 0.0)
-    pool.allocate()
+    pool.allocate(1)
     assert "no block on offer" in errors[0][2]
     assert manager.match_prefix(make_request([1] * 16, 1)).num_tokens == 12
 
@@ -93,15 +95,15 @@ def test_policy_is_offered_a_prefix_from_its_end():
 
     manager = make_manager("full", 3)
     pool = manager.pools[0]
-    pool.policy = Recorder()
+    pool.policy = EvictionGuard(Recorder(), no_policy_errors)
     request = make_request([1] * 12, 0)
     start(manager, request)
     compute(manager, request, 12)
     manager.free(request, 0.0)
     assert offered == [2]
-    pool.allocate()
+    pool.allocate(1)
     assert offered == [2, 1]
-    pool.allocate()
+    pool.allocate(1)
     assert offered == [2, 1, 0]
 
 
@@ -130,10 +132,9 @@ def test_pinned_blocks_that_nobody_uses_are_cached_and_cannot_be_had():
     manager.pin([1] * 8)
     assert (pool.num_pinned, pool.num_cached, pool.num_available) == (2, 3, 6)
     manager.check_integrity()
-    taken = [pool.allocate() for _ in range(6)]
+    taken = pool.allocate(6)
     assert pool.num_evictions == 1
-    for block in taken:
-        pool.release(block, 0.0)
+    pool.release(taken, 0.0)
     manager.unpin([1] * 8)
     assert_all_available(manager)
 
@@ -192,7 +193,74 @@ def test_a_pool_grows_at_its_end_and_shrinks_only_when_it_is_empty():
     manager, pool = cached_manager()
     pool.resize(10)
     assert (pool.num_free, pool.num_cached, pool.num_available) == (7, 3, 10)
-    assert {pool.allocate() for _ in range(7)} == {*range(10)} - {*pool._cached}
+    assert set(pool.allocate(7)) == {*range(10)} - {*pool._cached}
     manager.reset()
     pool.resize(2)
-    assert [pool.allocate() for _ in range(2)] == [0, 1]
+    assert pool.allocate(2) == [0, 1]
+
+
+def prefixes(manager: BlockManager, *beginnings: int) -> None:
+    """Cache a prefix of two blocks for each of ``beginnings``, oldest first."""
+    for order, token in enumerate(beginnings):
+        request = make_request([token] * 8, order)
+        start(manager, request)
+        compute(manager, request, 8)
+        manager.free(request, float(order))
+
+
+def known(manager: BlockManager, token: int) -> int:
+    return manager.match_prefix(make_request([token] * 9, 99)).num_tokens
+
+
+def test_blocks_that_waiting_requests_begin_with_go_last():
+    manager = make_manager("full", 7)
+    prefixes(manager, 1, 2, 3)
+    manager.expect(make_request([1] * 12, 10))
+    manager.pools[0].allocate(5)
+    assert [known(manager, token) for token in (1, 2, 3)] == [8, 0, 0]
+
+
+def test_of_blocks_that_all_wait_for_the_one_wanted_last_goes_first():
+    manager = make_manager("full", 7)
+    prefixes(manager, 1, 2, 3)
+    waiting = [make_request([token] * 12, 10 + token) for token in (3, 1, 2)]
+    for request in waiting:
+        manager.expect(request)
+    manager.check_integrity()
+    manager.pools[0].allocate(2)
+    assert [known(manager, token) for token in (1, 2, 3)] == [8, 8, 4]
+    manager.expect_no_more(waiting[1])
+    manager.pools[0].allocate(2)
+    assert [known(manager, token) for token in (1, 2, 3)] == [0, 8, 4]
+
+
+def test_blocks_that_nobody_waits_for_any_more_are_on_offer_again():
+    manager = make_manager("full", 5)
+    prefixes(manager, 1, 2)
+    request = make_request([1] * 12, 10)
+    manager.expect(request)
+    manager.expect_no_more(request)
+    manager.check_integrity()
+    manager.pools[0].allocate(3)
+    assert [known(manager, token) for token in (1, 2)] == [0, 8]
+
+
+def test_a_policy_may_say_that_it_spares_nothing():
+    manager = make_manager("full", 5)
+    manager.pools[0].policy = EvictionGuard(Lru(spares_awaited=False), no_policy_errors)
+    prefixes(manager, 1, 2)
+    manager.expect(make_request([1] * 12, 10))
+    manager.check_integrity()
+    manager.pools[0].allocate(3)
+    assert [known(manager, token) for token in (1, 2)] == [0, 8]
+
+
+def test_integrity_check_notices_a_block_that_is_not_spared():
+    manager = make_manager("full", 5)
+    prefixes(manager, 1)
+    manager.expect(make_request([1] * 12, 10))
+    pool = manager.pools[0]
+    _, block = pool._spared.first()
+    pool._spared.discard(block)
+    with pytest.raises(IntegrityError, match="spared"):
+        manager.check_integrity()

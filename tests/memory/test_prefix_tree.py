@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
 
 
@@ -91,6 +89,21 @@ def test_a_dropped_node_does_not_take_its_successor_along():
     assert tree.match([1], None, 1) == [new]
 
 
+def test_the_deepest_node_that_holds_is_found_in_few_looks():
+    tree = PrefixTree(1, 1)
+    path = path_of(tree, list(range(1000)))
+    for depth in (0, 1, 2, 17, 511, 999, 1000):
+        looks = []
+
+        def reaches(node, depth=depth, looks=looks):
+            looks.append(node)
+            return node.depth <= depth
+
+        found = path[-1].deepest(reaches)
+        assert found is (path[depth - 1] if depth else tree.root(None))
+        assert len(looks) < 60
+
+
 def test_nodes_come_parents_first_and_all_are_gone_after_clearing():
     tree = PrefixTree(1, 1)
     path_of(tree, [1, 2, 3])
@@ -100,26 +113,3 @@ def test_nodes_come_parents_first_and_all_are_gone_after_clearing():
     assert all(node.depth == 1 or node.parent in tree.nodes()[:index] for index, node in enumerate(tree.nodes()))
     tree.clear()
     assert tree.nodes() == tree.match([1], None, 1) == []
-
-
-@pytest.mark.parametrize("keeps_ends", [False, True], ids=["", "mutant: dropped nodes are kept"])
-def test_looking_on_from_what_was_found_finds_what_looking_anew_does(keeps_ends: bool) -> None:
-    tree, tokens = PrefixTree(1, 2), [1, 2, 3, 4, 5, 6, 7, 8]
-    path = path_of(tree, tokens[:4])
-    hold(tree, path)
-    found = tree.match(tokens, None, 4)
-    longer = path_of(tree, tokens)
-    hold(tree, longer[2:])
-    found = tree.match(tokens, None, 4, found)
-    assert found == longer == tree.match(tokens, None, 4)
-    for node in reversed(longer[1:]):
-        tree.forget(node, 0)
-    again = path_of(tree, tokens[:4])
-    hold(tree, again[1:])
-    if keeps_ends:
-        longer[-1].parent = longer[-2]
-    on, anew = (tree.match(tokens, None, 4, before) for before in (found, []))
-    assert anew == again
-    assert (on == anew) is not keeps_ends
-    tree.clear()
-    assert tree.match(tokens, None, 4, again) == []

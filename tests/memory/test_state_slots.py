@@ -258,7 +258,7 @@ def test_a_window_that_no_longer_holds_a_prefix_shortens_the_hit_to_a_state_that
     manager.free(request, 0.0)
     # Of the window's group, blocks of what was left early are gone first.
     while manager.pools[1].num_cached > 2:
-        manager.pools[1].allocate()
+        manager.pools[1].allocate(1)
     match = manager.match_prefix(make_request([*request.token_ids, 9], 1))
     assert match.num_tokens in (0, *snapshots(manager))
 

@@ -97,7 +97,7 @@ def test_gold_takes_a_seat(steps):
 
 def test_policies_for_blocks_are_used(steps):
     engine = engine_with(steps, "KeepUrgentPrefixes")
-    assert type(engine.blocks.pools[0].policy).__name__ == "KeepUrgentPrefixes"
+    assert type(engine.blocks.pools[0].policy.policy).__name__ == "KeepUrgentPrefixes"
     assert engine.blocks.block_size == 1024 // (16 * 4)
     assert len(ends(engine, *prompts(4, 9))) == 2
 

@@ -174,8 +174,8 @@ def test_an_argument_with_a_default_may_be_any():
 def test_an_option_that_a_policy_does_not_take_lists_those_it_takes(manager):
     with pytest.raises(ConfigError, match="Fair has no option 'wieghts'; choose from weights, prompt_cost, output_cos"):
         manager.scheduler("fair", {"wieghts": {}})
-    with pytest.raises(ConfigError, match="Lru has no option 'protected'; choose from none"):
-        manager.eviction_factory("lru", {"protected": 0.5})()
+    with pytest.raises(ConfigError, match="Fifo has no option 'protected'; choose from none"):
+        manager.eviction_factory("fifo", {"protected": 0.5})()
     with pytest.raises(ConfigError, match="is no EvictionPolicy; choose one of"):
         manager.eviction_factory(5, {})()
 
