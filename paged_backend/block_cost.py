@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -124,18 +124,21 @@ class BlockCost:
 
     def __str__(self) -> str:
         return (
-            f"its attention takes {self.slowdown:.2f} times as long as the fastest size's, {self.slots_per_token:.2f} "
+            f"their attention takes {self.slowdown:.2f} times as long as the fastest size's, {self.slots_per_token:.2f} "
             f"slots are held for a token, and {self.work:.2f} tokens computed for one that had to be"
         )
 
 
 def in_turn(measure: Callable[[int], float], sizes: Iterable[int], rounds: int) -> dict[int, float]:
-    """The median of several rounds by size; all sizes are measured in each, so that a noise that lasts meets all."""
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    """The least of several rounds by size, since a machine's other work can only add.
+
+    All sizes are measured in each round, so that no size has the quiet moments for itself.
+    """
+    seconds = dict.fromkeys(sizes, math.inf)
     for _ in range(rounds):
-        for size, values in seconds.items():
-            values.append(measure(size))
-    return {size: statistics.median(values) for size, values in seconds.items()}
+        for size, least in seconds.items():
+            seconds[size] = min(least, measure(size))
+    return seconds
 
 
 def compare(

@@ -54,7 +54,19 @@ ROOMS: dict[str, set[str]] = {
         "sampling_params",
         "stats",
     },
-    "cli": {"engine", "face", "hookspecs", "lab", "model", "policy", "request", "sample_model", "sampling", "service"}
+    "cli": {
+        "block_cost",
+        "engine",
+        "face",
+        "hookspecs",
+        "lab",
+        "model",
+        "policy",
+        "request",
+        "sample_model",
+        "sampling",
+        "service",
+    }
     | VALUES,
     "__main__": {"cli"},
 }

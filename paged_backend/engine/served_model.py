@@ -32,6 +32,8 @@ from paged_backend.swaps.swaps import Swaps, swap_modules
 
 # What a model without a stated length is taken to run at most, when its cache is sized.
 DEFAULT_LENGTH = 2048
+# Wall seconds of a measurement for a block-size rule, which takes some dozens of them while an engine is made.
+TIME_LIMIT_S = 0.008
 # An idle elastic engine whose cache is this many times too large gives the rest back.
 SHRINK_FACTOR = 4
 
@@ -180,7 +182,12 @@ class ServedModel:
             # Nothing lies in blocks; they only say how far apart states of prefixes are kept.
             return BlockSize(default, "no layer attends, so there was nothing to choose by")
         layer, num_layers = self.twin.layers[0], len(self.twin.layers)
-        timing = AttentionTiming(self.twin.layers, self.config.kv_torch_dtype, self.choices.attention_backend)
+        timing = AttentionTiming(
+            self.twin.layers,
+            self.config.kv_torch_dtype,
+            self.choices.attention_backend,
+            time_limit_s=TIME_LIMIT_S,
+        )
         shape = ModelShape(
             num_layers=num_layers,
             num_heads=layer.num_heads,

@@ -18,8 +18,6 @@ from paged_backend.memory.kv_group import KVGroup
 from paged_backend.model.attention import ForwardContext, PagedLayer
 from paged_backend.model.batch import build_batch
 
-# Wall seconds that one measurement of all layers may take beside its first run, which may have to compile a kernel.
-TIME_LIMIT_S = 0.008
 # The share of a device's memory that the blocks of one measurement may take; all sizes are kept, to be timed in turn.
 MEMORY_SHARE = 1 / 32
 
@@ -30,14 +28,20 @@ class AttentionTiming:
     Layers that are alike (shape, dtype, device, mask rule) are timed once and count as often as they are there. What a
     measurement needs is made once and kept, so that block sizes can be measured in turn, several times each.
 
+    time_limit_s: wall seconds that one measurement may take, beside its first run, which may have to compile a kernel,
+    and a run of each kind of layer, which it takes at least.
+
     Every answer is in seconds, the fastest of a few runs, summed over all layers. Raises ConfigError where there is no
     memory for as many tokens.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec], kv_dtype: torch.dtype | None, backend: Backend) -> None:
+    def __init__(
+        self, layers: Sequence[LayerSpec], kv_dtype: torch.dtype | None, backend: Backend, *, time_limit_s: float
+    ) -> None:
         self._kinds = Counter(replace(layer, name="") for layer in layers)
         self._kv_dtype = kv_dtype
         self._backend = backend
+        self._time_limit_s = time_limit_s
         self._runs: dict[tuple[object, ...], Callable[[], object]] = {}
 
     def decode_seconds(self, block_size: int, context_len: int, num_seqs: int) -> float:
@@ -60,7 +64,7 @@ class AttentionTiming:
             if key not in self._runs:
                 self._runs[key] = prepare(kind, *case)
                 _time(self._runs[key], kind.device)
-            run, end = self._runs[key], perf_counter() + TIME_LIMIT_S / len(self._kinds)
+            run, end = self._runs[key], perf_counter() + self._time_limit_s / len(self._kinds)
             fastest = _time(run, kind.device)
             while perf_counter() < end:
                 fastest = min(fastest, _time(run, kind.device))
