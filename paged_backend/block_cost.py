@@ -124,8 +124,9 @@ class BlockCost:
 
     def __str__(self) -> str:
         return (
-            f"their attention takes {self.slowdown:.2f} times as long as the fastest size's, {self.slots_per_token:.2f} "
-            f"slots are held for a token, and {self.work:.2f} tokens computed for one that had to be"
+            f"their attention takes {self.slowdown:.2f} times as long as the fastest size's, "
+            f"{self.slots_per_token:.2f} slots are held for a token, and {self.work:.2f} tokens computed for one that "
+            "had to be"
         )
 
 

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from recurrent_models import make_recurrent
 from tiny_models import save_tiny
+from tiny_tokenizers import byte_tokenizer
 from typer.testing import CliRunner, Result
 
 from paged_backend.block_cost import CANDIDATES
@@ -80,6 +82,14 @@ def test_layers_that_see_a_window_hold_less(tmp_path: Path) -> None:
     told = numbers(windowed, "--lengths", "100")
     # It sees 8 tokens, which lie in two blocks of 8 at most times.
     assert 0.4 < told["sizes"][0]["unfilled"] < 0.5
+
+
+def test_a_model_without_attention_has_nothing_to_tune(tmp_path: Path) -> None:
+    make_recurrent("mamba2").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    result = invoke(str(tmp_path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no layer of this model attends, so the size of blocks costs nothing" in result.stderr
 
 
 @pytest.mark.parametrize(

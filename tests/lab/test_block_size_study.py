@@ -51,6 +51,12 @@ def test_long_prompts_weigh_the_time_of_prefill_more() -> None:
     assert run(Scripted(prefill=prefill), 8000, 8050).picked == 32
 
 
+def test_the_time_of_a_request_is_its_share_of_decodes_and_its_prompt_in_chunks() -> None:
+    result = run(Scripted({16: 2.0}, {16: 3.0}), 1024, 1024, sizes=(8, 16))
+    # 100 tokens of output in steps of 8 requests, and two chunks of 512.
+    assert result.results[1].cost.slowdown == (2.0 / 8 * 100 + 3.0 * 2) / (1.0 / 8 * 100 + 1.0 * 2)
+
+
 def test_each_size_is_measured_in_turn_at_the_lengths_of_the_requests() -> None:
     timing = Scripted()
     result = run(timing, 300, 500)
