@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # How many requests decode in the step that is timed.
 NUM_SEQS = 8
 # Times that each size is measured, all in turn.
-ROUNDS = 5
+ROUNDS = 4
 
 
 def auto(shape: ModelShape, device: torch.device) -> BlockSize:

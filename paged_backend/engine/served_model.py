@@ -33,7 +33,7 @@ from paged_backend.swaps.swaps import Swaps, swap_modules
 # What a model without a stated length is taken to run at most, when its cache is sized.
 DEFAULT_LENGTH = 2048
 # Wall seconds of a measurement for a block-size rule, which takes some dozens of them while an engine is made.
-TIME_LIMIT_S = 0.008
+TIME_LIMIT_S = 0.006
 # An idle elastic engine whose cache is this many times too large gives the rest back.
 SHRINK_FACTOR = 4
 

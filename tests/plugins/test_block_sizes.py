@@ -65,7 +65,7 @@ def test_a_noise_that_lasts_meets_all_sizes():
         return 9.0 if len(calls) <= len(CANDIDATES) else 1.0
 
     assert auto(ModelShape(2, 4, 2, 16, 16, torch.float32, decode_seconds), CPU) == 16
-    assert calls == list(CANDIDATES) * 5
+    assert calls == list(CANDIDATES) * 4
 
 
 def test_auto_says_what_it_measured_and_why_it_chose():
