@@ -199,7 +199,8 @@ class ModelShape:
     """What a block-size rule may want to know. num_layers counts attention layers; dims are those of the first.
 
     decode_seconds: measures the model's own decode attention: ``decode_seconds(block_size, context_len, num_seqs)`` is
-    the seconds that one layer takes for one step of ``num_seqs`` requests with ``context_len`` tokens each.
+    the seconds that one layer takes, the mean of all, for one step of ``num_seqs`` requests with ``context_len`` tokens
+    each. A machine does other work too, so measure sizes in turn, several times.
     """
 
     num_layers: int
@@ -210,6 +211,23 @@ class ModelShape:
     dtype: torch.dtype
     decode_seconds: Callable[[int, int, int], float]
     max_positions: int | None = None
+
+
+class BlockSize(int):
+    """A block size that says why it was chosen; a rule may return one in place of a plain int.
+
+    reason: goes to ``EngineStats.block_size_reason``. Raises TypeError if it is no text.
+    """
+
+    reason: str
+
+    def __new__(cls, size: int, reason: str) -> BlockSize:
+        """``size`` in tokens."""
+        if not isinstance(reason, str):
+            raise TypeError(f"a block size's reason must be a text, got {reason!r}")
+        self = super().__new__(cls, size)
+        self.reason = reason
+        return self
 
 
 BlockSizeRule = Callable[[ModelShape, "torch.device"], int]

@@ -109,6 +109,7 @@ class EngineStats:
     num_cached_tokens, num_recomputed_tokens: those found in the cache, and those computed again.
     reserved_bytes, peak_allocated_bytes: of keys and values. waste: the time-weighted share of allocated slots that no
         token filled. states: recurrent states, None of a model without.
+    block_size_reason: why blocks are as large as they are, in words: what was measured, or who said so.
     swaps_made, swaps_refused, packed_bytes: see `Swaps`.
     """
 
@@ -133,3 +134,4 @@ class EngineStats:
     swaps_refused: dict[str, str] = field(default_factory=dict)
     packed_bytes: int = 0
     states: StateStats | None = None
+    block_size_reason: str = ""

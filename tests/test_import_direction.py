@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "sampling_params": {"checks", "errors"},
     "stats": set(),
     "lazy_heap": set(),
+    "block_cost": set(),
     "kernels": set(),
     "request": VALUES,
     "sampling": {"kernels", "request"} | VALUES,
@@ -36,10 +37,11 @@ ROOMS: dict[str, set[str]] = {
     "swaps": {"kernels", "memory", "model"} | VALUES,
     "engine": {"memory", "model", "policies", "policy", "request", "sampling", "swaps"} | VALUES,
     "service": {"engine", "request", "sampling"} | VALUES,
-    "lab": {"engine", "hookspecs", "kernels", "memory", "policies", "policy", "request", "sampling"} | VALUES,
+    "lab": {"block_cost", "engine", "hookspecs", "kernels", "memory", "policies", "policy", "request", "sampling"}
+    | VALUES,
     "sample_model": {"errors"},
     # Plugins see what third parties see: the interfaces, and the values passed.
-    "plugins": {"checks", "errors", "hookspecs", "outputs", "policies", "stats"},
+    "plugins": {"block_cost", "checks", "errors", "hookspecs", "outputs", "policies", "stats"},
     # Integrations see public names only, through the face.
     "integrations": {
         "face",
@@ -52,7 +54,19 @@ ROOMS: dict[str, set[str]] = {
         "sampling_params",
         "stats",
     },
-    "cli": {"engine", "face", "hookspecs", "lab", "model", "policy", "request", "sample_model", "sampling", "service"}
+    "cli": {
+        "block_cost",
+        "engine",
+        "face",
+        "hookspecs",
+        "lab",
+        "model",
+        "policy",
+        "request",
+        "sample_model",
+        "sampling",
+        "service",
+    }
     | VALUES,
     "__main__": {"cli"},
 }

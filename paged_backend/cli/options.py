@@ -187,9 +187,14 @@ def start(model: str | None, threads: int | None, console: Console, params: Mapp
 
 
 @contextmanager
-def open_engine(flags: EngineFlags, console: Console, params: Mapping[str, Any], max_num_seqs: int) -> Iterator[Engine]:
-    """An engine for the model that is named, in the dtype of its stored weights; raises what ``start`` does."""
-    options = {name: value for name, value in asdict(flags).items() if value is not None}
+def open_engine(
+    flags: EngineFlags, console: Console, params: Mapping[str, Any], max_num_seqs: int, **more: Any
+) -> Iterator[Engine]:
+    """An engine for the model that is named, in the dtype of its stored weights; raises what ``start`` does.
+
+    more: options of the engine for which there is no flag.
+    """
+    options = {name: value for name, value in asdict(flags).items() if value is not None} | more
     folder = start(options.pop("model", None), options.pop("threads", None), console, params)
     with console.status("loading the model"):
         import torch

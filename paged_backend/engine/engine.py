@@ -336,6 +336,7 @@ class Engine(Exclusive):
             swaps_refused=swaps.refused,
             packed_bytes=swaps.packed_bytes,
             states=self._served.state_stats(),
+            block_size_reason=self._served.block_size_reason,
         )
 
     def explain_memory(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from paged_backend.config import EngineConfig, check_block_size
@@ -21,18 +20,20 @@ from paged_backend.memory.cache_sizing import (
 from paged_backend.memory.kv_cache import KVCache, group_layers
 from paged_backend.memory.state_slots import SLOTS_PER_SEAT
 from paged_backend.model.attention_backend import check_runs
-from paged_backend.model.decode_timing import decode_seconds
+from paged_backend.model.attention_timing import AttentionTiming
 from paged_backend.model.proof import prove
 from paged_backend.model.runner import ModelRunner
 from paged_backend.model.twin import Twin
-from paged_backend.policies import ModelShape
-from paged_backend.policy.policy_errors import FAILED, PolicyErrors, call
+from paged_backend.policies import BlockSize, ModelShape
+from paged_backend.policy.policy_errors import FAILED, PolicyErrors, call, name_of
 from paged_backend.request.request import Request
 from paged_backend.stats import StateStats
 from paged_backend.swaps.swaps import Swaps, swap_modules
 
 # What a model without a stated length is taken to run at most, when its cache is sized.
 DEFAULT_LENGTH = 2048
+# Wall seconds of a measurement for a block-size rule, which takes some dozens of them while an engine is made.
+TIME_LIMIT_S = 0.006
 # An idle elastic engine whose cache is this many times too large gives the rest back.
 SHRINK_FACTOR = 4
 
@@ -42,6 +43,7 @@ class ServedModel:
 
     elastic: the cache grows with the requests that come, from nothing, instead of having a budget.
     max_model_len: most tokens of a request, None without a limit. num_seats: most requests that run at once.
+    block_size, block_size_reason: tokens per block, and why so many, in words.
 
     Raises UnsupportedModel when the model cannot be proven right, ConfigError for options that do not go with it.
     """
@@ -63,7 +65,8 @@ class ServedModel:
         self.swaps = self._swap(model)
         self.max_model_len = self._length_limit()
         self.groups = group_layers(self.twin.layers, config.kv_torch_dtype)
-        self.block_size = self._choose_block_size()
+        chosen = self._choose_block_size()
+        self.block_size, self.block_size_reason = int(chosen), chosen.reason
         state_bytes = sum(spec.num_bytes for mixer in self.twin.mixers for spec in mixer.specs)
         # An elastic engine has room for whatever comes.
         self.num_seats = (
@@ -171,33 +174,41 @@ class ServedModel:
         limits = [hard] if self.elastic else [hard, self.twin.advertised_positions]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _choose_block_size(self) -> int:
-        rule = self.choices.block_size
+    def _choose_block_size(self) -> BlockSize:
+        rule, default = self.choices.block_size, EngineConfig.block_size
         if isinstance(rule, int):
-            return rule
+            return BlockSize(rule, f"block_size={rule} was configured")
         if not self.twin.layers:
             # Nothing lies in blocks; they only say how far apart states of prefixes are kept.
-            return EngineConfig.block_size
-        layer = self.twin.layers[0]
+            return BlockSize(default, "no layer attends, so there was nothing to choose by")
+        layer, num_layers = self.twin.layers[0], len(self.twin.layers)
+        timing = AttentionTiming(
+            self.twin.layers,
+            self.config.kv_torch_dtype,
+            self.choices.attention_backend,
+            time_limit_s=TIME_LIMIT_S,
+        )
         shape = ModelShape(
-            num_layers=len(self.twin.layers),
+            num_layers=num_layers,
             num_heads=layer.num_heads,
             num_kv_heads=layer.num_kv_heads,
             key_dim=layer.key_dim,
             value_dim=layer.value_dim,
             dtype=layer.dtype,
-            decode_seconds=partial(decode_seconds, layer, self.config.kv_torch_dtype, self.choices.attention_backend),
+            decode_seconds=lambda *case: timing.decode_seconds(*case) / num_layers,
             max_positions=self.max_model_len,
         )
         device = self.twin.device
         answer = call(self._policy_errors, rule, "block_size", lambda: rule(shape, device), may_take_long=True)
+        failed = BlockSize(default, f"the rule {name_of(rule)} gave no size that can be used")
         if answer is FAILED:
-            return EngineConfig.block_size
+            return failed
         try:
-            return check_block_size(answer, source="the answer")
+            size = check_block_size(answer, source="the answer")
         except ConfigError as error:
             self._policy_errors(rule, "block_size", f"{error}")
-            return EngineConfig.block_size
+            return failed
+        return answer if isinstance(answer, BlockSize) else BlockSize(size, f"the rule {name_of(rule)} chose it")
 
     def state_stats(self) -> StateStats | None:
         """The recurrent states as they are now, None where there are none."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paged_backend.errors import ConfigError
+from paged_backend.lab.figure import new_figure, save
 from paged_backend.lab.replay import Machine, Outcome, Policies, Replayed
 
 if TYPE_CHECKING:
@@ -140,13 +140,7 @@ def plot(results: Sequence[Replayed], path: Path) -> None:
 
     Raises ConfigError without matplotlib, or for a kind of file that it cannot write.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'paged-backend[plot]'") from error
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.5)
     left, right = figure.subplots(1, 2)
     for result in results:
         label = _label(result.policies, results).replace("\n", ", ")
@@ -161,7 +155,4 @@ def plot(results: Sequence[Replayed], path: Path) -> None:
     left.set(xlabel="latency, s", ylabel="share of requests", ylim=(0, 1), xscale="log")
     right.set(xlabel="time, s", ylabel="share of memory held", ylim=(0, 1))
     left.legend()
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise ConfigError(f"{path} cannot be drawn: {error}") from error
+    save(figure, path)

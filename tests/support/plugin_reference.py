@@ -21,6 +21,7 @@ CLASSES = [
     policies.RequestView,
     policies.CachedBlock,
     policies.ModelShape,
+    policies.BlockSize,
     kernels.LayerCache,
     kernels.Sequences,
     kernels.AttentionVariant,
