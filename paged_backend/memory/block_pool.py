@@ -8,9 +8,8 @@ from typing import NoReturn
 
 from paged_backend.checks import describe
 from paged_backend.errors import IntegrityError
-from paged_backend.lazy_heap import LazyHeap
 from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
-from paged_backend.policies import CachedBlock, EvictionPolicy
+from paged_backend.policies import CachedBlock, EvictionPolicy, LazyHeap
 from paged_backend.policy.eviction_guard import EvictionGuard
 from paged_backend.policy.policy_errors import FAILED, ErrorHandler
 
