@@ -1,4 +1,4 @@
-"""Bench: one workload under static, dynamic-window and continuous batching, with the same weights and arrivals."""
+"""Bench: the same requests under static, dynamic-window and continuous batching, with the same weights and arrivals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paged_backend.lab.compute import TokenCost, flops_ceiling
 from paged_backend.lab.live import run_on_engine, run_on_stock
 from paged_backend.lab.run import Run
 from paged_backend.lab.trace import TraceRequest
-from paged_backend.lab.workload import ARRIVALS, Workload, arriving
+from paged_backend.lab.traffic import ARRIVALS, Traffic, arriving
 
 # What keys and values may take, of what the longest requests that run at once would need.
 POOL_SHARE = 0.75
@@ -51,7 +51,7 @@ class Setting:
     """How a bench is run.
 
     batch: requests of a batch, and seats of the continuous one. window_ms: how long a window waits for a full batch.
-    load: how much arrives of what the first mode can do, 1 being all. scheduler: of the continuous mode. engine: further
+    load: how much arrives of what the first mode can do, 1 being all. scheduler: of the continuous mode. engine: more
     options of engines. Raises ConfigError for what cannot be used.
     """
 
@@ -90,16 +90,17 @@ class Measured:
 class Bench:
     """All modes.
 
-    workload: as it was drawn, scaled. rate: requests a second that arrived. ceiling: floating-point operations a second
-    of the machine's fastest matrix product. cost: of a token.
+    traffic: as it was drawn, scaled. rate: requests a second that arrived. ceiling: floating-point operations a second
+    of the machine's fastest matrix product. cost: of a token. assumptions: of a simulation, else nothing.
     """
 
     setting: Setting
-    workload: Workload
+    traffic: Traffic
     rate: float
     ceiling: float
     cost: TokenCost
     measured: Sequence[Measured]
+    assumptions: str = ""
 
     def compute_utilisation(self, run: Run) -> float:
         """The operations that the requests needed, over those that the machine could have done meanwhile."""
@@ -119,28 +120,29 @@ class Progress:
 
 def bench(
     model: Any,
-    workload: Workload,
-    setting: Setting = Setting(),
+    traffic: Traffic,
+    setting: Setting,
     *,
     scale: float | None = None,
-    progress: Progress = Progress(),
+    progress: Progress | None = None,
     arrival_trace: Sequence[TraceRequest] = (),
 ) -> Bench:
-    """Run ``workload`` under every mode of ``setting`` on ``model``: all at once, then arriving at a rate.
+    """Run ``traffic`` under every mode of ``setting`` on ``model``: all at once, then arriving at a rate.
 
-    The rate is what the first mode could do, times ``load``. scale: of the workload's lengths; None shortens them until
+    The rate is what the first mode could do, times ``load``. scale: of the traffic's lengths; None shortens them until
     the first mode is expected to take half a minute. arrival_trace: whose pace requests arrive at, if they do.
 
     Raises UnsupportedModel and ConfigError as an Engine does.
     """
+    progress = progress or Progress()
     modes = [mode for mode in MODES if mode.name in setting.modes]
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if scale is None:
-        scale = _scale_for(model, workload, setting.batch, progress)
-    workload = workload.scaled(scale)
-    if limit is not None and workload.longest > limit:
-        raise ConfigError(f"requests of {workload.longest} tokens are longer than the model's {limit}; give a scale")
-    requests = workload.draw(model.config.get_text_config().vocab_size)
+        scale = _scale_for(model, traffic, setting.batch, progress)
+    traffic = traffic.scaled(scale)
+    if limit is not None and traffic.longest > limit:
+        raise ConfigError(f"requests of {traffic.longest} tokens are longer than the model's {limit}; give a scale")
+    requests = traffic.draw(model.config.get_text_config().vocab_size)
     ceiling, cost = flops_ceiling(model.dtype, model.device), TokenCost.of_model(model)
     at_once = arriving(requests, "at-once", 0.0)
     memory = _memory_for(model, requests, setting.batch) if any(mode.scheduler for mode in modes) else 0
@@ -152,13 +154,13 @@ def bench(
             saturated = serve(at_once, progress.answered)
             if not rate:
                 rate = setting.load * len(requests) / saturated.seconds
-                due = arriving(requests, setting.arrivals, rate, workload.seed, arrival_trace)
+                due = arriving(requests, setting.arrivals, rate, traffic.seed, arrival_trace)
             if setting.arrivals == "at-once":
                 measured.append(Measured(mode, saturated, saturated))
                 continue
             progress.begins(f"{mode.text}, arriving", len(requests))
             measured.append(Measured(mode, saturated, serve(due, progress.answered)))
-    return Bench(setting, workload, rate, ceiling, cost, measured)
+    return Bench(setting, traffic, rate, ceiling, cost, measured)
 
 
 Serve = Callable[[Sequence[TraceRequest], Callable[[int], None]], Run]
@@ -167,7 +169,7 @@ Serve = Callable[[Sequence[TraceRequest], Callable[[int], None]], Run]
 def _server(
     model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: int, setting: Setting
 ) -> AbstractContextManager[Serve]:
-    """What serves a workload in one mode, warmed up."""
+    """What serves requests in one mode, warmed up."""
     window_s = setting.window_ms / 1000 if mode.window else None
     if mode.scheduler is None:
 
@@ -182,9 +184,7 @@ def _server(
 class _EngineServer(AbstractContextManager[Serve]):
     """An engine for one mode, open as long as it is served by."""
 
-    def __init__(
-        self, model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: int, setting: Setting
-    ) -> None:
+    def __init__(self, model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: int, setting: Setting) -> None:
         self._model, self._mode, self._requests = model, mode, requests
         self._memory, self._setting = memory, setting
 
@@ -231,13 +231,13 @@ def _warm_up(serve: Serve, requests: Sequence[TraceRequest]) -> None:
     serve([replace(request, arrival=0.0, output_length=2) for request in requests[:2]], lambda count: None)
 
 
-def _scale_for(model: Any, workload: Workload, batch: int, progress: Progress) -> float:
-    """The share of the workload's lengths at which stock static batches should take at most ``PATIENCE_S``."""
+def _scale_for(model: Any, traffic: Traffic, batch: int, progress: Progress) -> float:
+    """The share of the traffic's lengths at which stock static batches should take at most ``PATIENCE_S``."""
     progress.begins("finding out how fast the machine is", 1)
-    lengths = workload.scaled(1.0)
+    lengths = traffic.scaled(1.0)
     scale = 1.0
     while True:
-        requests = lengths.scaled(scale).draw()
+        requests = lengths.scaled(scale).draw(model.config.get_text_config().vocab_size)
         rows = [replace(request, output_length=_PROBE_TOKENS) for request in requests[:batch]]
         prefill = run_on_stock(model, [replace(r, output_length=1) for r in rows], batch=batch).seconds
         decodes = run_on_stock(model, rows, batch=batch).seconds - prefill

@@ -13,7 +13,7 @@ _SIZES = (256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Floating-point operations of one token: ``flops``, and ``flops_per_context`` more for each token it attends to."""
+    """Floating-point operations of a token: ``flops``, and ``flops_per_context`` more for each token it attends to."""
 
     flops: float
     flops_per_context: float
@@ -33,7 +33,8 @@ class TokenCost:
 
         config = model.config.get_text_config()
         used = float(getattr(config, "num_experts_per_tok", None) or 1)
-        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+        counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+        experts = next((count for count in counts if count), 1)
         weights = 0.0
         for module in model.modules():
             for parameter in module.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Run: what became of a workload under one way of batching."""
+"""Run: what became of requests under one way of batching."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class KVMoment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a workload.
+    """What became of requests.
 
-    outcomes: in order of arrival, in seconds since the workload began. seconds: until the last answer. memory: over
+    outcomes: in order of arrival, in seconds since the first could come. seconds: until the last answer. memory: over
     time. computed_tokens: token positions that went through the model, padding and what was computed again included;
     useful_tokens: those that had to. num_cached_tokens: prompt tokens found in the prefix cache.
     """

@@ -1,4 +1,4 @@
-"""Workload: requests drawn at random, as long and as often as traffic of a kind has them."""
+"""Traffic: requests drawn at random, as long and as often as those of a kind are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_REQUESTS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Workload:
+class Traffic:
     """What requests are drawn.
 
     lengths: of prompt and output together, in tokens, half of which are the prompt on average. ``uniform``: from
@@ -50,14 +50,15 @@ class Workload:
 
     def draw(self, vocab_size: int = 1000) -> list[TraceRequest]:
         """The requests, all of which arrive at once, with prompts of random tokens."""
-        rng = random.Random(self.seed)
+        # Lengths have a stream of their own, so that they are the same for every vocabulary.
+        rng, lengths = random.Random(self.seed), self._lengths(random.Random(self.seed))
         requests = []
-        for num_prompt_tokens, num_output_tokens in islice(self._lengths(rng), self.num_requests):
+        for num_prompt_tokens, num_output_tokens in islice(lengths, self.num_requests):
             prompt = [rng.randrange(vocab_size) for _ in range(num_prompt_tokens)]
             requests.append(TraceRequest(0.0, prompt, num_output_tokens))
         return requests
 
-    def scaled(self, scale: float) -> Workload:
+    def scaled(self, scale: float) -> Traffic:
         """The same with lengths of ``scale`` times as many tokens."""
         checked_amount("scale", scale, positive=True)
         shortest = max(4, round(self.shortest * scale))
