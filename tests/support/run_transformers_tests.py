@@ -95,8 +95,8 @@ class Recorder:
 class OrdinaryInputs:
     """A pytest plugin that makes the inputs that model testers draw those of a tokenizer that pads on the left.
 
-    They draw masks that hide the end of each prompt, or any tokens of it, and inputs such as ``token_type_ids`` for
-    some models.
+    They draw masks that hide the end of each prompt, any tokens of it or all of them, and inputs such as
+    ``token_type_ids`` for some models.
     """
 
     _KEPT = ("input_ids", "attention_mask")
@@ -127,7 +127,8 @@ class OrdinaryInputs:
         inputs = {name: value for name, value in inputs.items() if name in self._KEPT}
         mask = inputs.get("attention_mask")
         if mask is not None and mask.dim() == 2:
-            # As many tokens are hidden as were, on the left.
+            # As many tokens are hidden as were, on the left; of a prompt that was hidden as a whole, none.
+            mask = torch.where(mask.any(dim=-1, keepdim=True), mask, torch.ones_like(mask))
             inputs["attention_mask"] = mask.sort(dim=-1).values
         return config, inputs
 
