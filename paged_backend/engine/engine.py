@@ -153,10 +153,11 @@ class Engine(Exclusive):
     def enqueue(self, request: Request) -> None:
         """Queue a request that ``prepare`` built; its deadlines count from then, and ``max_waiting`` is not looked at.
 
-        Raises RequestRefused when a plugin refuses it or its id is taken.
+        Raises RequestRefused when a plugin refuses it, its id is taken or it fits no more since prefixes were pinned.
         """
         self._refresh()
         self._requests.check_free(request.request_id)
+        self._intake.check_length(request.num_prompt_tokens, request.params.max_tokens)
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
