@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 
 from paged_backend import __version__
 from paged_backend.integrations.langchain.batches import BatchesTogether
+from paged_backend.integrations.langchain.bound_chat import BoundChat
 from paged_backend.integrations.langchain.cancel_scope import CancelScope
 from paged_backend.integrations.langchain.chat_request import SETTINGS, ChatRequest, chat_request, tool_choice
 from paged_backend.integrations.langchain.paged_model import SCHEDULING, PagedModel
@@ -216,6 +217,11 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
             yield chunk
 
     # Tools and structured output
+
+    def bind(self, **kwargs: Any) -> Any:
+        """As every Runnable's; what the result is asked is told of ``model``, and its counts of ``tools`` too."""
+        binding = super().bind(**kwargs)
+        return BoundChat(bound=binding.bound, kwargs=kwargs, config={})
 
     def bind_tools(
         self,
