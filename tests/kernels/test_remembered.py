@@ -75,3 +75,11 @@ def test_what_was_worked_out_anew_is_the_youngest():
     for number, argument in ((1, "a"), (1, "b"), (2, "a"), (1, "c"), (2, "a")):
         remembered(torch.tensor([number]), argument)
     assert counted.count == 4
+
+
+def test_content_that_takes_the_place_of_its_own_drives_nothing_else_out():
+    counted = Counted()
+    remembered = Remembered(counted, capacity=2)
+    for number, argument in ((1, "a"), (1, "b"), (2, "b"), (1, "a")):
+        remembered(torch.tensor([number]), argument)
+    assert counted.count == 3
