@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -137,9 +137,11 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
                 for conversation, each in zip(messages, ids, strict=True)
             ]
             try:
-                wait(futures)
-                results = [future.result() for future in futures]
+                # Once one has failed, nobody waits for the others.
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                results = [future.result() for future in futures if future in done]
             except BaseException:
+                executor.shutdown(wait=False, cancel_futures=True)
                 scope.cancel()
                 raise
         return LLMResult(
