@@ -132,13 +132,14 @@ def _max_new_tokens(criteria: StoppingCriteriaList, num_shown: int) -> int:
 
 def _check(outputs: Sequence[RequestOutput], cut_short: Sequence[bool]) -> None:
     """Raise what kept a row from being finished."""
-    for error in sorted((o.error for o in outputs if o.error is not None), key=lambda e: isinstance(e, RowLost)):
+    for error in (output.error for output in outputs):
+        if error is None or isinstance(error, RowLost):
+            continue
         cause = error.__cause__
         if isinstance(error, SamplingFailed) and cause is not None and not isinstance(cause, Exception):
             # The caller's own code called for an exit.
             raise cause
-        if not isinstance(error, RowLost):
-            raise error
+        raise error
     for output, short in zip(outputs, cut_short, strict=True):
         if output.finish_reason == "length" and short:
             length = len(output.prompt_token_ids) + len(output.token_ids)

@@ -42,32 +42,44 @@ def generate_output(
     which a processor may have written over since. scores, logits: T times [B, V] float32, or None. model_kwargs: what
     stock prepared for its loop, an empty cache of the model's own kind among it.
     """
-    cache = model_kwargs.get(_CACHE_FIELD)
-    if cache is not None:
-        _fill(cache, model, fed[:, :num_shown], fed[:, num_shown:-1], model_kwargs)
+    cache = None
+    if model_kwargs.get(_CACHE_FIELD) is not None or model_kwargs.get("use_cache"):
+        cache = _filled(model, fed[:, :num_shown], fed[:, num_shown:-1], model_kwargs)
     fields: dict[str, Any] = {"sequences": sequences, "scores": scores, "logits": logits, _CACHE_FIELD: cache}
     return GenerateDecoderOnlyOutput(**fields)
 
 
-def _fill(cache: Any, model: Any, prompts: Tensor, fed: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Put the keys and values of the prompts and of what was fed behind them, [B, L] and [B, T - 1], into ``cache``.
+def _filled(model: Any, prompts: Tensor, fed: Tensor, model_kwargs: dict[str, Any]) -> Any:
+    """The cache with the keys and values of the prompts and of what was fed behind them, [B, L] and [B, T - 1].
 
-    The model itself computes them in two passes, so that stock code can go on from the cache in every respect: like
-    stock's, the prompts' pass sees nothing of what follows, which padding would otherwise take in. Recurrent states are
-    led on token by token, as in stock's loop, since not every model can with many at once.
+    It is the one that stock prepared, or that the model makes itself where stock leaves that to it; None if it makes
+    none. The model computes it in two passes, so that stock code can go on from it in every respect: like stock's, the
+    prompts' pass sees nothing of what follows, which padding would otherwise take in. Recurrent states are led on token
+    by token, as in stock's loop, since not every model can with many at once.
     """
-    model._prefill(prompts, GenerationConfig(), dict(model_kwargs))
-    has_states_alone = states_alone(cache)
-    num_before = 0 if has_states_alone else cache.get_seq_length()
-    num_fed = 0
-    for piece in fed.split(1 if any(keeps_states(cache)) else max(1, fed.shape[1]), dim=1) if fed.shape[1] else ():
-        # Stock takes as many off the left as the cache holds; told by the mask, and by the configuration without one.
-        input_ids = piece if has_states_alone else torch.nn.functional.pad(piece, (num_before + num_fed, 0))
+    prepared = model_kwargs.get(_CACHE_FIELD)
+    output = model._prefill(prompts, GenerationConfig(), dict(model_kwargs))
+    cache = output.get(_CACHE_FIELD) if prepared is None else prepared
+    if cache is None or not fed.shape[1]:
+        return cache
+    at_once = 1 if prepared is None or any(keeps_states(cache)) else fed.shape[1]
+    num_before, num_fed = _length(cache), 0
+    for piece in fed.split(at_once, dim=1):
+        # Stock takes as many off the left as the cache says it holds; told by the mask, and by the configuration
+        # without one.
+        input_ids = torch.nn.functional.pad(piece, (_length(cache), 0))
         num_fed += piece.shape[1]
         config = GenerationConfig()
         config._mask_length = num_before + num_fed
-        model._prefill(input_ids, config, _grown(model_kwargs, num_fed))
-    assert has_states_alone or cache.get_seq_length() == num_before + num_fed
+        model._prefill(input_ids, config, _grown({**model_kwargs, _CACHE_FIELD: cache}, num_fed))
+    assert not num_before or _length(cache) == num_before + num_fed
+    return cache
+
+
+def _length(cache: Any) -> int:
+    """The tokens that ``cache`` says it holds: none where it keeps states alone, or states of its own in the first
+    layer."""
+    return 0 if states_alone(cache) else int(cache.get_seq_length())
 
 
 def _grown(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:

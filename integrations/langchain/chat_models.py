@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 
 from paged_backend import __version__
 from paged_backend.integrations.langchain.batches import BatchesTogether
+from paged_backend.integrations.langchain.bound_chat import BoundChat
 from paged_backend.integrations.langchain.cancel_scope import CancelScope
 from paged_backend.integrations.langchain.chat_request import SETTINGS, ChatRequest, chat_request, tool_choice
 from paged_backend.integrations.langchain.paged_model import SCHEDULING, PagedModel
@@ -136,9 +137,11 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
                 for conversation, each in zip(messages, ids, strict=True)
             ]
             try:
-                wait(futures)
-                results = [future.result() for future in futures]
+                # Once one has failed, nobody waits for the others.
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                results = [future.result() for future in futures if future in done]
             except BaseException:
+                executor.shutdown(wait=False, cancel_futures=True)
                 scope.cancel()
                 raise
         return LLMResult(
@@ -216,6 +219,11 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
             yield chunk
 
     # Tools and structured output
+
+    def bind(self, **kwargs: Any) -> Any:
+        """As every Runnable's; what the result is asked is told of ``model``, and its counts of ``tools`` too."""
+        binding = super().bind(**kwargs)
+        return BoundChat(bound=binding.bound, kwargs=kwargs, config={})
 
     def bind_tools(
         self,

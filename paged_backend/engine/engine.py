@@ -18,7 +18,7 @@ from paged_backend.config import EngineConfig
 from paged_backend.engine.choices import choose
 from paged_backend.engine.exclusive import Exclusive, alone
 from paged_backend.engine.intake import Intake, Params, Prompt, admit_by_hook, as_prompts, check_model, check_tokenizer
-from paged_backend.engine.lockstep_room import check_room
+from paged_backend.engine.lockstep_room import check_room, check_room_beside_pins
 from paged_backend.engine.model_loader import ModelLoader
 from paged_backend.engine.request_table import RequestTable
 from paged_backend.engine.scheduler import ScheduledStep, Scheduler
@@ -26,7 +26,7 @@ from paged_backend.engine.served_model import ServedModel
 from paged_backend.engine.stats_recorder import StatsRecorder
 from paged_backend.engine.step_loop import Executed, StepLoop
 from paged_backend.engine.stopwatch import Stopwatch
-from paged_backend.errors import ConfigError, PluginError, QueueFull
+from paged_backend.errors import ConfigError, PluginError, QueueFull, RequestRefused
 from paged_backend.memory.block_manager import BlockManager
 from paged_backend.memory.memory_report import explain_memory
 from paged_backend.model.precision import own_precision
@@ -153,10 +153,11 @@ class Engine(Exclusive):
     def enqueue(self, request: Request) -> None:
         """Queue a request that ``prepare`` built; its deadlines count from then, and ``max_waiting`` is not looked at.
 
-        Raises RequestRefused when a plugin refuses it or its id is taken.
+        Raises RequestRefused when a plugin refuses it, its id is taken or it fits no more since prefixes were pinned.
         """
         self._refresh()
         self._requests.check_free(request.request_id)
+        self._intake.check_length(request.num_prompt_tokens, request.params.max_tokens)
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
@@ -292,8 +293,8 @@ class Engine(Exclusive):
         """Keep this beginning of prompts in the cache, from when it is next computed until ``unpin_prefix``.
 
         Returns how many of its tokens stay: its full blocks. Raises RequestRefused when it fills no block, when pinned
-        prefixes would take more than half of the cache, or when a request that is unfinished could not fit any more;
-        ConfigError when the engine keeps no prefixes or is sized by its requests.
+        prefixes would take more than half of the cache, or when a request that is unfinished could not fit any more, or
+        all of its lockstep at once; ConfigError when the engine keeps no prefixes or is sized by its requests.
         """
         if self._served.elastic or not self.config.enable_prefix_caching:
             raise ConfigError("pin_prefix needs enable_prefix_caching and a cache of fixed size; set kv_cache_memory")
@@ -304,7 +305,14 @@ class Engine(Exclusive):
             )
         longest = max((sample.max_num_tokens for sample in self._requests), default=0)
         check_salt(cache_salt)
-        return self.blocks.pin(self._intake.token_ids(prompt), cache_salt, longest)
+        token_ids = self._intake.token_ids(prompt)
+        num_tokens = self.blocks.pin(token_ids, cache_salt, longest)
+        try:
+            check_room_beside_pins(self._requests, self._served)
+        except RequestRefused:
+            self.blocks.unpin(token_ids, cache_salt)
+            raise
+        return num_tokens
 
     @alone
     def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> bool:

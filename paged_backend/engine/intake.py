@@ -75,7 +75,7 @@ class Intake:
         check_constraint(params, self._tokenizer)
         if params.n > served.num_seats:
             raise RequestRefused(f"n={params.n} samples cannot run at once; {served.seat_limit}")
-        self._check_length(len(token_ids), params.max_tokens)
+        self.check_length(len(token_ids), params.max_tokens)
         request_id = fields.pop("request_id", None)
         if request_id is not None:
             self._table.check_free(request_id)
@@ -105,6 +105,24 @@ class Intake:
                 f"token id {low if low < 0 else high} is outside the vocabulary, whose ids are 0 to {size - 1}"
             )
         return ids
+
+    def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise ContextOverflow for a request that could never fit the model's positions or the cache, as it is now."""
+        served, total = self._loader.served, num_prompt_tokens + max_tokens
+        what = f"a prompt of {num_prompt_tokens} tokens and max_tokens={max_tokens}"
+        if served.max_model_len is not None and total > served.max_model_len:
+            reason = served.twin.why_positions_end
+            why = f" ({reason})" if reason else ""
+            raise ContextOverflow(
+                f"{what} come to {total}, beyond the {served.max_model_len} positions of the model or of "
+                f"max_model_len{why}; shorten the prompt, or lower max_tokens (max_new_tokens in generate)"
+            )
+        shortage = served.blocks.shortage(total)
+        if shortage is not None and not served.elastic:
+            raise ContextOverflow(
+                f"{what} can never fit: {shortage}; shorten the prompt, lower max_tokens (max_new_tokens in generate) "
+                "or raise kv_cache_memory"
+            )
 
     def _as_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -142,23 +160,6 @@ class Intake:
             lengths = range(num_prompt_tokens + 1, num_prompt_tokens + most + 1)
             most = bisect.bisect_left(lengths, True, key=lambda length: served.blocks.shortage(length) is not None)
         return SamplingParams(max_tokens=max(1, most))
-
-    def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        served, total = self._loader.served, num_prompt_tokens + max_tokens
-        what = f"a prompt of {num_prompt_tokens} tokens and max_tokens={max_tokens}"
-        if served.max_model_len is not None and total > served.max_model_len:
-            reason = served.twin.why_positions_end
-            why = f" ({reason})" if reason else ""
-            raise ContextOverflow(
-                f"{what} come to {total}, beyond the {served.max_model_len} positions of the model or of "
-                f"max_model_len{why}; shorten the prompt, or lower max_tokens (max_new_tokens in generate)"
-            )
-        shortage = served.blocks.shortage(total)
-        if shortage is not None and not served.elastic:
-            raise ContextOverflow(
-                f"{what} can never fit: {shortage}; shorten the prompt, lower max_tokens (max_new_tokens in generate) "
-                "or raise kv_cache_memory"
-            )
 
 
 def _decode(tokenizer: Any, hidden: Collection[int] | None, token_ids: Sequence[int]) -> str:

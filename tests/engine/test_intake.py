@@ -262,3 +262,16 @@ def test_the_end_of_positions_where_rope_changes_is_told_with_its_reason():
         engine.add_request([5] * 40)
     with pytest.raises(ConfigError, match=r"32 positions .* changes its frequencies"):
         Engine(model, max_model_len=256)
+
+
+def test_a_request_that_fits_no_more_when_it_is_queued_is_refused_with_the_numbers(llama):
+    # 4 blocks of 16 tokens.
+    engine = Engine(llama, kv_cache_memory=60_000)
+    request = engine.prepare([5] * 30, SamplingParams(max_tokens=30))
+    engine.pin_prefix([6] * 16)
+    with pytest.raises(ContextOverflow, match=r"60 tokens need 4 blocks .* which has 4, 1 of them pinned"):
+        engine.enqueue(request)
+    assert not engine.has_unfinished_requests()
+    engine.unpin_prefix([6] * 16)
+    engine.enqueue(request)
+    assert engine.has_unfinished_requests()

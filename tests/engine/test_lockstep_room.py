@@ -102,3 +102,28 @@ def test_members_that_just_fit_are_taken_and_run(llama):
     # The last of 33 tokens is never stored.
     members = [engine.add_request(prompt, params(30), lockstep=lockstep) for prompt in draw_prompts([3, 3])]
     assert finish_reasons(engine, members) == ["length"] * 2
+
+
+def test_a_prefix_whose_pin_would_keep_a_lockstep_from_running_is_refused(llama):
+    engine, lockstep = Engine(llama, **FOUR_BLOCKS), Unchanged()
+    members = [engine.add_request(prompt, params(30), lockstep=lockstep) for prompt in draw_prompts([3, 3])]
+    (prefix,) = draw_prompts([16], seed=1)
+    with pytest.raises(RequestRefused, match=r"2 members .* need 4 blocks .* which has 3 that are not pinned"):
+        engine.pin_prefix(prefix)
+    assert not engine.unpin_prefix(prefix)
+    assert finish_reasons(engine, members) == ["length"] * 2
+    assert engine.pin_prefix(prefix) == 16
+
+
+def test_members_of_a_lockstep_find_room_in_the_pinned_blocks_that_they_begin_with(llama):
+    engine, lockstep = Engine(llama, **FOUR_BLOCKS), Unchanged()
+    (prompt,) = draw_prompts([20])
+    # One block for what they share, one for each.
+    members = [engine.add_request(prompt, params(10), lockstep=lockstep) for _ in range(3)]
+    assert engine.pin_prefix(prompt) == 16
+    assert finish_reasons(engine, members) == ["length"] * 3
+    members = [engine.add_request(prompt, params(10), lockstep=lockstep) for _ in range(3)]
+    assert finish_reasons(engine, members) == ["length"] * 3
+    engine.add_request(prompt, params(10), lockstep=lockstep, cache_salt="apart")
+    with pytest.raises(RequestRefused, match=r"need 4 blocks .* which has 3 that are not pinned"):
+        engine.add_request(prompt, params(10), lockstep=lockstep, cache_salt="apart too")

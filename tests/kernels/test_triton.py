@@ -1,50 +1,27 @@
-"""What only the Triton kernels have: splits, float8 by hand, custom ops, refusals."""
+"""What only attention in Triton has: contexts that are split, slots however far, head dims that no tile holds."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 from kernel_cases import assert_attention_close, make_case, oracle
-from state_cases import make_gated_delta, make_selective
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_backend.kernels import (
     AttentionVariant,
     LayerCache,
     MaskRule,
     Sequences,
-    add_rms_norm,
     decode_attention,
-    gated_delta_update,
-    prefill_attention,
-    rms_norm,
-    rotary_store_kv,
-    selective_state_update,
-    silu_mul,
     store_kv,
 )
-from paged_backend.kernels.triton import cache as triton_cache
 from paged_backend.kernels.triton import support as triton_support
 from paged_backend.kernels.triton.decode_attention import num_splits
-from paged_backend.kernels.triton.support import jit, tl
 
 interpreted = pytest.mark.skipif(
     not triton_support.interpreted, reason="runs where TRITON_INTERPRET=1 is set, see test_interpreter.py"
 )
-
-
-@pytest.mark.skipif(triton_support.interpreted, reason="here the kernels do run on the CPU")
-def test_tensors_on_the_cpu_are_refused_without_the_interpreter():
-    case = make_case([5])
-    with pytest.raises(
-        ValueError, match=r"cannot run in Triton on cpu: it runs on CUDA and ROCm devices; .* use backend='auto'"
-    ):
-        decode_attention(*case.decode_arguments, backend="triton")
 
 
 def test_a_small_batch_with_a_long_context_is_split_and_a_large_one_is_not():
@@ -80,111 +57,6 @@ def test_splits_follow_from_what_the_caller_says_about_lengths(monkeypatch):
     window = variant._replace(mask=MaskRule("window", 40))
     decode_attention(query, cache, sequences, window, backend="triton")
     assert longest == [case.block_tables.shape[1] * 16, 300, 40]
-
-
-@jit
-def _encode_kernel(numbers_ptr, bits_ptr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(bits_ptr + offsets, triton_cache.encode_e4m3(tl.load(numbers_ptr + offsets)))
-
-
-@jit
-def _decode_kernel(bits_ptr, numbers_ptr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.arange(0, BLOCK)
-    tl.store(numbers_ptr + offsets, triton_cache.decode_e4m3(tl.load(bits_ptr + offsets), NATIVE))
-
-
-@interpreted
-@pytest.mark.parametrize("native", [False, True])
-def test_every_float8_is_decoded(native):
-    bits = torch.arange(256).to(torch.uint8)
-    numbers = torch.full((256,), torch.nan)
-    _decode_kernel[(1,)](bits, numbers, NATIVE=native, BLOCK=256)
-    expected = bits.view(torch.float8_e4m3fn).float()
-    finite = expected.isfinite()
-    assert finite.sum() == 254
-    assert numbers[finite].equal(expected[finite])
-
-
-@interpreted
-def test_float8_rounds_to_nearest_and_ties_to_even_everywhere():
-    exact = torch.arange(0x7F).to(torch.uint8).view(torch.float8_e4m3fn).float()
-    ties = (exact[1:] + exact[:-1]) / 2
-    numbers = torch.cat((exact, ties, ties * (1 - 2**-20), ties * (1 + 2**-20), torch.rand(1000) * 448))
-    numbers = torch.cat((numbers, -numbers))
-    numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 256))
-    bits = torch.zeros(len(numbers), dtype=torch.uint8)
-    _encode_kernel[(len(numbers) // 256,)](numbers, bits, BLOCK=256)
-    assert bits.equal(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
-
-
-def make_operations() -> dict[str, tuple]:
-    """Every operation of the backend, with arguments it takes."""
-    decode = make_case([37, 9], group=2, softcap=4.0, sinks=True, window=20)
-    prefill = make_case([20, 9], [7, 9], group=2)
-    tokens = torch.randn(3, 5, 2, 64)
-    angles = torch.randn(2, 5, 64)
-    cache = LayerCache(*torch.zeros(2, 3, 2, 4, 64))
-    slots = torch.tensor([3, 0, -1, 11, 7])
-    hidden, weight = torch.randn(3, 40), torch.randn(40)
-    return {
-        "decode": (decode_attention, decode.decode_arguments, {}),
-        "prefill": (prefill_attention, prefill.prefill_arguments, {}),
-        "store": (store_kv, (tokens[1], tokens[2], cache, slots), {}),
-        "rotary": (rotary_store_kv, (*tokens, *angles, cache, slots), {}),
-        "rms_norm": (rms_norm, (hidden, weight), {"eps": 1e-6}),
-        "add_rms_norm": (add_rms_norm, (hidden, hidden, weight), {"eps": 1e-6}),
-        "silu_mul": (silu_mul, (hidden, hidden), {}),
-        "gated_delta": (gated_delta_update, tuple(make_gated_delta()), {"normalises": True}),
-        "selective": (selective_state_update, tuple(make_selective()), {"softplus": True}),
-    }
-
-
-@interpreted
-@pytest.mark.parametrize("name", make_operations())
-def test_torch_compile_keeps_an_operation_whole_and_gives_the_same_answer(name):
-    operation, arguments, options = make_operations()[name]
-    run = functools.partial(operation, **options, backend="triton")
-    # What was compiled for other operations counts towards a limit.
-    torch.compiler.reset()
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    copies = copy.deepcopy(arguments), copy.deepcopy(arguments)
-    expected, actual = run(*copies[0]), compiled(*copies[1])
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-    # What was written in place is the same too.
-    for left, right in zip(*(list(tensors_in(copied)) for copied in copies), strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
-
-
-def tensors_in(arguments: tuple) -> Iterator[torch.Tensor]:
-    for argument in arguments:
-        if isinstance(argument, LayerCache):
-            yield from argument.tensors()
-        elif isinstance(argument, torch.Tensor):
-            yield argument
-
-
-class Launches(TorchDispatchMode):
-    """The custom ops of ours that run inside of it, and what they get."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "paged_backend":
-            self.calls.append((function, args, kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-
-@interpreted
-@pytest.mark.parametrize("name", make_operations())
-def test_fakes_and_schemas_tell_the_truth(name):
-    operation, arguments, options = make_operations()[name]
-    with Launches() as launches:
-        operation(*arguments, **options, backend="triton")
-    ((op, given, named),) = launches.calls
-    torch.library.opcheck(op, given, named, test_utils=("test_schema", "test_faketensor"))
 
 
 @interpreted

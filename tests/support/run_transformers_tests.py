@@ -95,7 +95,8 @@ class Recorder:
 class OrdinaryInputs:
     """A pytest plugin that makes the inputs that model testers draw those of a tokenizer that pads on the left.
 
-    They draw masks that hide the end of each prompt, and inputs such as ``token_type_ids`` for some models.
+    They draw masks that hide the end of each prompt, any tokens of it or all of them, and inputs such as
+    ``token_type_ids`` for some models.
     """
 
     _KEPT = ("input_ids", "attention_mask")
@@ -125,8 +126,10 @@ class OrdinaryInputs:
     def _ordinary(self, config: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         inputs = {name: value for name, value in inputs.items() if name in self._KEPT}
         mask = inputs.get("attention_mask")
-        if mask is not None and mask.dim() == 2 and not bool(mask[:, -1].all()):
-            inputs["attention_mask"] = mask.flip(-1)
+        if mask is not None and mask.dim() == 2:
+            # As many tokens are hidden as were, on the left; of a prompt that was hidden as a whole, none.
+            mask = torch.where(mask.any(dim=-1, keepdim=True), mask, torch.ones_like(mask))
+            inputs["attention_mask"] = mask.sort(dim=-1).values
         return config, inputs
 
 

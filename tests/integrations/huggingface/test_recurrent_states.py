@@ -8,6 +8,7 @@ import pytest
 import torch
 from recurrent_models import make_recurrent
 from stock_equality import LENGTH, assert_equals_stock, assert_same_scores, left_padded, paged
+from transformers import MiniMaxForCausalLM
 
 from paged_backend.errors import UnsupportedCall
 
@@ -15,7 +16,7 @@ INPUTS = left_padded([7, 1, 23])
 OPTIONS = {**LENGTH, "max_new_tokens": 10, "pad_token_id": 0}
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "mamba2", "jamba"])
+@pytest.fixture(scope="module", params=["qwen3_next", "mamba2", "jamba", "minimax"])
 def model(request):
     return make_recurrent(request.param)
 
@@ -24,6 +25,8 @@ def states_of(cache):
     for layer in cache.layers:
         for name in ("conv_states", "recurrent_states"):
             yield from (state for state in getattr(layer, name, {}).values() if state is not None)
+    # MiniMax keeps a cache of its own kind.
+    yield from (state for state in getattr(cache, "linear_cache", ()) if isinstance(state, torch.Tensor))
 
 
 def test_padded_rows_get_stocks_tokens(model):
@@ -35,7 +38,11 @@ def test_scores_and_the_states_of_the_returned_cache_are_stocks(model):
     stock, ours = model.generate(**INPUTS, **options), paged(model, INPUTS, **options)
     assert torch.equal(ours.sequences, stock.sequences)
     assert_same_scores(ours.scores, stock.scores)
-    pairs = list(zip(states_of(ours.cache), states_of(stock.cache), strict=True))
+    assert_same_states(ours.cache, stock.cache)
+
+
+def assert_same_states(ours, stock):
+    pairs = list(zip(states_of(ours), states_of(stock), strict=True))
     assert pairs
     for got, wanted in pairs:
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
@@ -55,6 +62,18 @@ def test_stock_goes_on_from_the_returned_cache(model):
             last = output.logits[:, -1:].argmax(-1)
             first.sequences = torch.cat([first.sequences, last], 1)
     assert torch.equal(first.sequences, whole)
+
+
+def test_the_returned_cache_is_stocks_where_its_first_layer_counts_no_tokens():
+    config = make_recurrent("minimax").config
+    config.layer_types = ["linear_attention", "full_attention", "linear_attention"]
+    torch.manual_seed(0)
+    model = MiniMaxForCausalLM(config).eval()
+    options = {**OPTIONS, "return_dict_in_generate": True}
+    stock, ours = model.generate(**INPUTS, **options), paged(model, INPUTS, **options)
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert_same_states(ours.cache, stock.cache)
+    torch.testing.assert_close(ours.cache.layers[1].keys, stock.cache.layers[1].keys, rtol=1e-3, atol=1e-3)
 
 
 def test_padding_is_refused_by_name_where_stock_takes_it_into_a_state():

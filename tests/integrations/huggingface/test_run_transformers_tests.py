@@ -77,7 +77,7 @@ FILES = {
                 shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
                 config = LlamaConfig(vocab_size=32, num_attention_heads=2, eos_token_id=None, pad_token_id=0, **shape)
                 ids = torch.randint(1, 32, (2, 5))
-                mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+                mask = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
                 return config, {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids}
 
 

@@ -26,7 +26,7 @@ from langchain_core.exceptions import (
 )
 from langchain_core.globals import set_llm_cache
 from langchain_core.load import dumpd
-from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 from langchain_core.prompt_values import StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
@@ -93,6 +93,26 @@ def test_token_counts_are_those_of_the_prompts(service: ScriptedService, chat: C
     for bound, tools in ((chat, None), (chat.bind_tools([add]), [add])):
         expected = bound.invoke(messages).usage_metadata["input_tokens"]
         assert chat.get_num_tokens_from_messages(messages, tools=tools) == expected
+        assert bound.get_num_tokens_from_messages(messages) == expected
+
+
+def test_a_bound_model_counts_what_is_bound_unless_it_is_told_otherwise(chat: ChatPaged) -> None:
+    def add(a: int) -> int:
+        """Add."""
+        return a
+
+    messages = [HumanMessage("Why?")]
+    alone, with_tool = (chat.get_num_tokens_from_messages(messages, tools=tools) for tools in (None, [add]))
+    assert alone != with_tool
+    bound = chat.bind_tools([add], priority=1)
+    for way in (bound, bound.bind(stop=["x"]), bound.with_config(tags=["x"])):
+        assert way.get_num_tokens_from_messages(messages) == with_tool
+        assert way.get_num_tokens_from_messages(messages, tools=[]) == alone
+        assert way.get_num_tokens_from_messages(messages, tool_choice="none") == alone
+    assert (
+        trim_messages(messages * 2, max_tokens=with_tool, token_counter=bound.get_num_tokens_from_messages) == messages
+    )
+    assert chat.get_num_tokens_from_messages(messages) == alone
 
 
 def test_text_blocks_are_joined_and_other_content_is_refused_by_name(service: ScriptedService, chat: ChatPaged) -> None:
