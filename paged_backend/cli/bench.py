@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from paged_backend.cli.options import Terminal, Threads, errors_in_words, naming, start
+from paged_backend.cli.options import EngineFlags, Terminal, Threads, errors_in_words, naming, open_engine, start
 from paged_backend.errors import ConfigError
 
 
@@ -58,6 +58,12 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Draw latencies and memory to this image file.")
     ] = None,
+    study: Annotated[
+        str,
+        typer.Option(
+            help="batching; or memory: what keys and values take preallocated, padded and paged, in virtual time."
+        ),
+    ] = "batching",
     simulate: Annotated[
         str | None,
         typer.Option(
@@ -87,6 +93,13 @@ def bench(
         traffic = Traffic(requests, lengths, shortest, longest, seed, recorded)
         names = tuple(name.strip() for name in modes.split(","))
         setting = lab.Setting(names, arrivals, batch, window_ms, load, scheduler)
+        if study not in ("batching", "memory"):
+            raise ConfigError(f"--study={study} is unknown; choose from batching, memory")
+        if study == "memory":
+            if html is not None:
+                raise ConfigError("--study=memory writes no page; leave out --html")
+            _study_memory(model, simulate, traffic.scaled(scale or 1.0), batch, as_json, plot, console)
+            return
         if simulate is None:
             folder = start(model, threads, console, {})
             name = Path(folder).name
@@ -97,6 +110,36 @@ def bench(
             name = simulate
             result, about = _simulated(simulate, traffic.scaled(scale or 1.0), setting, recorded, console)
         _show(name, result, about, as_json, plot, html, console)
+
+
+def _study_memory(
+    model: str | None,
+    simulate: str | None,
+    traffic: Any,
+    batch: int,
+    as_json: bool,
+    plot: Path | None,
+    console: Console,
+) -> None:
+    from paged_backend.lab import memory_study as lab
+
+    if simulate is not None:
+        from paged_backend.lab.roofline import Roofline
+
+        name, bytes_per_token = simulate, Roofline.of_name(simulate).model.bytes_per_token
+    else:
+        with open_engine(EngineFlags(model=model), console, {}, max_num_seqs=1) as engine:
+            bytes_per_token = sum(group.bytes_per_token for group in engine.stats().groups)
+        name = "SmolLM2-135M-Instruct" if model is None else Path(model).name
+    with console.status("counting"):
+        result = lab.study(traffic.draw(), batch, bytes_per_token)
+    if plot is not None:
+        with naming(f"{plot} cannot be written"):
+            lab.plot(result, plot)
+    if as_json:
+        typer.echo(lab.to_json(result, {"model": name}), nl=False)
+        return
+    console.print(lab.table(result, f"{name}: {_drawn(traffic)}, {batch} at once"))
 
 
 def _measured(
@@ -166,10 +209,13 @@ def _about(folder: str, model: Any, result: Any) -> list[str]:
 
 
 def _requests(result: Any) -> str:
-    traffic = result.traffic
+    return f"{_drawn(result.traffic)}, random prompts, greedy"
+
+
+def _drawn(traffic: Any) -> str:
     return (
         f"{traffic.num_requests} requests of {traffic.shortest} to {traffic.longest} tokens, prompt and output "
-        f"together ({traffic.lengths}), random prompts, greedy, seed {traffic.seed}"
+        f"together ({traffic.lengths}, seed {traffic.seed})"
     )
 
 

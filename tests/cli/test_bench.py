@@ -16,7 +16,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["bench", *arguments])
 
 
-SIMULATED = ("--simulate", "h100:llama-7b", "--requests", "24", "--batch", "8")
+SIMULATED = ("--simulate", "h100:llama-7b", "--requests", "24", "--batch", "8", "--longest", "200")
 
 
 def test_a_simulation_prints_the_table_the_assumptions_and_the_claims():
@@ -58,6 +58,13 @@ def test_a_model_is_measured(tmp_path, monkeypatch):
     assert "fastest matrix product measured in this run" in " ".join(result.output.split())
 
 
+def test_memory_is_studied():
+    result = invoke("--study", "memory", *SIMULATED)
+    assert result.exit_code == 0, result.output
+    assert "paged, blocks of 16" in result.output
+    assert "24 requests of 64 to 200 tokens" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -65,6 +72,8 @@ def test_a_model_is_measured(tmp_path, monkeypatch):
         (("--simulate", "h100:llama-7b", "--threads", "2"), "leave out MODEL"),
         (("--lengths", "trace"), "need --trace FILE"),
         (("--lengths", "odd"), "choose from uniform"),
+        (("--study", "speed"), "choose from batching, memory"),
+        ((*SIMULATED, "--study", "memory", "--html", "x.html"), "leave out --html"),
         (("--modes", "continuous,"), "choose from stock-static"),
         (("no/such/folder",), "no folder"),
         ((*SIMULATED, "--html", "/no/such/folder/x.html"), "cannot be written"),
