@@ -17,6 +17,7 @@ except ImportError as error:
     sys.exit(f"the command line needs the {error.name} package: pip install 'paged-backend[cli]'")
 
 import paged_backend
+from paged_backend.cli.bench import bench
 from paged_backend.cli.chat import chat
 from paged_backend.cli.generate import generate
 from paged_backend.cli.options import Model, Terminal, Threads, errors_in_words, start
@@ -71,6 +72,7 @@ def demo(
 app.command()(generate)
 app.command()(chat)
 app.command()(replay)
+app.command()(bench)
 app.command()(tune)
 
 

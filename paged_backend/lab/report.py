@@ -64,9 +64,9 @@ def metrics(replayed: Replayed) -> dict[str, float | None]:
         "num_timed_out": sum(outcome.reason == "timeout" for outcome in outcomes),
         "num_refused": sum(outcome.reason == "refused" for outcome in outcomes),
         "seconds": seconds,
-        **_spread("ttft", [o.first_token - o.arrival for o in ended if o.first_token is not None]),
-        **_spread("latency", [o.finished - o.arrival for o in ended if o.finished is not None]),
-        **_spread("inter_token", [gap for o in ended if (gap := _inter_token(o)) is not None]),
+        **spread("ttft", [o.first_token - o.arrival for o in ended if o.first_token is not None]),
+        **spread("latency", [o.finished - o.arrival for o in ended if o.finished is not None]),
+        **spread("inter_token", [gap for o in ended if (gap := inter_token(o)) is not None]),
         "attainment": sum(o.deadline is not None for o in in_time) / len(due) if with_deadline else None,
         "goodput_per_s": len(in_time) / seconds if seconds else None,
         "tokens_per_s": stats.num_generated_tokens / seconds if seconds else None,
@@ -85,14 +85,15 @@ def _is_in_time(outcome: Outcome) -> bool:
     return outcome.deadline is None or (outcome.finished is not None and outcome.finished <= outcome.deadline)
 
 
-def _inter_token(outcome: Outcome) -> float | None:
+def inter_token(outcome: Outcome) -> float | None:
     """The mean seconds between an outcome's tokens; None with fewer than two."""
     if outcome.first_token is None or outcome.finished is None or outcome.num_output_tokens < 2:
         return None
     return (outcome.finished - outcome.first_token) / (outcome.num_output_tokens - 1)
 
 
-def _spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+def spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    """Mean, median and 99th percentile of ``seconds`` under names that begin with ``name``; None of nothing."""
     if not seconds:
         return dict.fromkeys((f"{name}_mean_s", f"{name}_p50_s", f"{name}_p99_s"))
     p50, p99 = np.percentile(seconds, (50, 99)).tolist()

@@ -1,0 +1,250 @@
+"""Bench: the same requests under static, dynamic-window and continuous batching, with the same weights and arrivals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paged_backend.checks import checked_amount, checked_int, describe
+from paged_backend.errors import ConfigError
+from paged_backend.lab.compute import TokenCost, flops_ceiling
+from paged_backend.lab.live import run_on_engine, run_on_stock
+from paged_backend.lab.run import Run
+from paged_backend.lab.trace import TraceRequest
+from paged_backend.lab.traffic import ARRIVALS, Traffic, arriving
+
+# What keys and values may take, of what the longest requests that run at once would need.
+POOL_SHARE = 0.75
+# Without a scale, lengths are halved until the slowest mode is expected to take fewer seconds than this.
+PATIENCE_S = 30.0
+_PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of batching.
+
+    name: as it is called on. scheduler: the admission policy of our engine, None for stock ``generate``. window:
+    whether a batch waits for company. together: whether a batch is answered as a whole.
+    """
+
+    name: str
+    text: str
+    scheduler: str | None
+    window: bool = False
+    together: bool = True
+
+
+MODES = (
+    Mode("stock-static", "static, stock", None),
+    Mode("stock-window", "window, stock", None, window=True),
+    Mode("static", "static, our kernels", "static"),
+    Mode("window", "window, our kernels", "window", window=True),
+    Mode("continuous", "continuous", "fifo", together=False),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a bench is run.
+
+    batch: requests of a batch, and seats of the continuous one. window_ms: how long a window waits for a full batch.
+    load: how much arrives of what the first mode can do, 1 being all. scheduler: of the continuous mode. engine: more
+    options of engines. Raises ConfigError for what cannot be used.
+    """
+
+    modes: Sequence[str] = tuple(mode.name for mode in MODES)
+    arrivals: str = "poisson"
+    batch: int = 8
+    window_ms: float = 200.0
+    load: float = 1.0
+    scheduler: str = "fifo"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = [mode.name for mode in MODES]
+        for name in self.modes:
+            if name not in known:
+                raise ConfigError(f"mode {describe(name)} is unknown; choose from {', '.join(known)}")
+        if not self.modes or len(set(self.modes)) < len(self.modes):
+            raise ConfigError(f"modes={describe(self.modes)} must be different modes of {', '.join(known)}")
+        if self.arrivals not in ARRIVALS:
+            raise ConfigError(f"arrivals={describe(self.arrivals)} is unknown; choose from {', '.join(ARRIVALS)}")
+        checked_int("batch", self.batch, 1)
+        checked_amount("window_ms", self.window_ms)
+        checked_amount("load", self.load, positive=True)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One mode. saturated: all requests there at once; arriving: at their times."""
+
+    mode: Mode
+    saturated: Run
+    arriving: Run
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All modes.
+
+    traffic: as it was drawn, scaled. rate: requests a second that arrived. ceiling: floating-point operations a second
+    of the machine's fastest matrix product. cost: of a token. assumptions: of a simulation, else nothing.
+    """
+
+    setting: Setting
+    traffic: Traffic
+    rate: float
+    ceiling: float
+    cost: TokenCost
+    measured: Sequence[Measured]
+    assumptions: str = ""
+
+    def compute_utilisation(self, run: Run) -> float:
+        """The operations that the requests needed, over those that the machine could have done meanwhile."""
+        needed = sum(self.cost.of(o.num_prompt_tokens, o.num_output_tokens) for o in run.outcomes)
+        return needed / (self.ceiling * run.seconds)
+
+
+class Progress:
+    """Hears how a bench goes on; this one keeps it to itself."""
+
+    def begins(self, text: str, num_requests: int) -> None:
+        """A run of so many requests begins."""
+
+    def answered(self, count: int) -> None:
+        """So many of them were answered."""
+
+
+def bench(
+    model: Any,
+    traffic: Traffic,
+    setting: Setting,
+    *,
+    scale: float | None = None,
+    progress: Progress | None = None,
+    arrival_trace: Sequence[TraceRequest] = (),
+) -> Bench:
+    """Run ``traffic`` under every mode of ``setting`` on ``model``: all at once, then arriving at a rate.
+
+    The rate is what the first mode could do, times ``load``. scale: of the traffic's lengths; None shortens them until
+    the first mode is expected to take half a minute. arrival_trace: whose pace requests arrive at, if they do.
+
+    Raises UnsupportedModel and ConfigError as an Engine does.
+    """
+    progress = progress or Progress()
+    modes = [mode for mode in MODES if mode.name in setting.modes]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if scale is None:
+        scale = _scale_for(model, traffic, setting.batch, progress)
+    traffic = traffic.scaled(scale)
+    if limit is not None and traffic.longest > limit:
+        raise ConfigError(f"requests of {traffic.longest} tokens are longer than the model's {limit}; give a scale")
+    requests = traffic.draw(model.config.get_text_config().vocab_size)
+    ceiling, cost = flops_ceiling(model.dtype, model.device), TokenCost.of_model(model)
+    at_once = arriving(requests, "at-once", 0.0)
+    memory = _memory_for(model, requests, setting.batch) if any(mode.scheduler for mode in modes) else 0
+    rate, due = 0.0, at_once
+    measured = []
+    for mode in modes:
+        with _server(model, mode, requests, memory, setting) as serve:
+            progress.begins(f"{mode.text}, all at once", len(requests))
+            saturated = serve(at_once, progress.answered)
+            if not rate:
+                rate = setting.load * len(requests) / saturated.seconds
+                due = arriving(requests, setting.arrivals, rate, traffic.seed, arrival_trace)
+            if setting.arrivals == "at-once":
+                measured.append(Measured(mode, saturated, saturated))
+                continue
+            progress.begins(f"{mode.text}, arriving", len(requests))
+            measured.append(Measured(mode, saturated, serve(due, progress.answered)))
+    return Bench(setting, traffic, rate, ceiling, cost, measured)
+
+
+Serve = Callable[[Sequence[TraceRequest], Callable[[int], None]], Run]
+
+
+def _server(
+    model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: int, setting: Setting
+) -> AbstractContextManager[Serve]:
+    """What serves requests in one mode, warmed up."""
+    window_s = setting.window_ms / 1000 if mode.window else None
+    if mode.scheduler is None:
+
+        def serve(trace: Sequence[TraceRequest], answered: Callable[[int], None]) -> Run:
+            return run_on_stock(model, trace, batch=setting.batch, window_s=window_s, on_finished=answered)
+
+        _warm_up(serve, requests)
+        return nullcontext(serve)
+    return _EngineServer(model, mode, requests, memory, setting)
+
+
+class _EngineServer(AbstractContextManager[Serve]):
+    """An engine for one mode, open as long as it is served by."""
+
+    def __init__(self, model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: int, setting: Setting) -> None:
+        self._model, self._mode, self._requests = model, mode, requests
+        self._memory, self._setting = memory, setting
+
+    def __enter__(self) -> Serve:
+        from paged_backend.engine.engine import Engine
+
+        mode, setting = self._mode, self._setting
+        options: dict[str, Any] = {"batch": setting.batch} if mode.together else {}
+        if mode.window:
+            options["window_ms"] = setting.window_ms
+        chosen = {
+            "scheduler": mode.scheduler if mode.together else setting.scheduler,
+            "scheduler_options": options,
+            "max_num_seqs": setting.batch,
+            "kv_cache_memory": self._memory,
+            "enable_prefix_caching": False,
+        }
+        self._engine = Engine(self._model, **{**chosen, **setting.engine})
+        _warm_up(self._serve, self._requests)
+        return self._serve
+
+    def _serve(self, trace: Sequence[TraceRequest], answered: Callable[[int], None]) -> Run:
+        return run_on_engine(self._engine, trace, together=self._mode.together, on_finished=answered)
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.close()
+
+
+def _memory_for(model: Any, requests: Sequence[TraceRequest], batch: int) -> int:
+    """Bytes for POOL_SHARE of what the longest requests take that could run at once, at least for the longest."""
+    from paged_backend.engine.engine import Engine
+
+    with Engine(model, max_num_seqs=batch, kv_cache_memory="64MiB") as engine:
+        stats = engine.stats()
+    size = stats.groups[0].block_size if stats.groups else 1
+    lengths = sorted((len(request.prompt) + request.output_length for request in requests), reverse=True)
+    slots = [-(-length // size) * size for length in lengths]
+    most = max(POOL_SHARE * sum(slots[:batch]), slots[0] + 2 * size)
+    return int(most * sum(group.bytes_per_token for group in stats.groups))
+
+
+def _warm_up(serve: Serve, requests: Sequence[TraceRequest]) -> None:
+    """What is compiled and allocated on first use is not timed."""
+    serve([replace(request, arrival=0.0, output_length=2) for request in requests[:2]], lambda count: None)
+
+
+def _scale_for(model: Any, traffic: Traffic, batch: int, progress: Progress) -> float:
+    """The share of the traffic's lengths at which stock static batches should take at most ``PATIENCE_S``."""
+    progress.begins("finding out how fast the machine is", 1)
+    lengths = traffic.scaled(1.0)
+    scale = 1.0
+    while True:
+        requests = lengths.scaled(scale).draw(model.config.get_text_config().vocab_size)
+        rows = [replace(request, output_length=_PROBE_TOKENS) for request in requests[:batch]]
+        prefill = run_on_stock(model, [replace(r, output_length=1) for r in rows], batch=batch).seconds
+        decodes = run_on_stock(model, rows, batch=batch).seconds - prefill
+        longest = max(request.output_length for request in requests)
+        batches = -(-len(requests) // batch)
+        expected = batches * (prefill + max(0.0, decodes) / (_PROBE_TOKENS - 1) * longest)
+        if expected <= PATIENCE_S or lengths.scaled(scale / 2).longest < 32:
+            progress.answered(1)
+            return scale
+        scale /= 2

@@ -1,0 +1,115 @@
+"""A bench runs every mode on one model, with the same requests."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_models import make_tiny
+
+from paged_backend.engine.engine import Engine
+from paged_backend.errors import ConfigError
+from paged_backend.lab import bench as lab
+from paged_backend.lab.bench import Setting, bench
+from paged_backend.lab.live import run_on_engine, run_on_stock
+from paged_backend.lab.trace import TraceRequest
+from paged_backend.lab.traffic import Traffic
+
+
+class Heard(lab.Progress):
+    def __init__(self):
+        self.runs: list[list] = []
+
+    def begins(self, text, num_requests):
+        self.runs.append([text, num_requests, 0])
+
+    def answered(self, count):
+        self.runs[-1][2] += count
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def measured(model):
+    patch = pytest.MonkeyPatch()
+    patch.setattr("paged_backend.lab.compute._SIZES", (64,))
+    patch.setattr("paged_backend.lab.compute._TIMED_S", 0.01)
+    heard = Heard()
+    setting = Setting(("stock-static", "window", "continuous"), batch=3, window_ms=5.0, load=2.0)
+    result = bench(model, Traffic(6, shortest=16, longest=64), setting, scale=0.5, progress=heard)
+    patch.undo()
+    return result, heard
+
+
+def test_every_mode_answers_all_requests_both_ways(measured):
+    result, heard = measured
+    assert [run[0] for run in heard.runs] == [
+        f"{name}, {how}"
+        for name in ("static, stock", "window, our kernels", "continuous")
+        for how in ("all at once", "arriving")
+    ]
+    assert all(total == answered == 6 for _, total, answered in heard.runs)
+    for one in result.measured:
+        for run in (one.saturated, one.arriving):
+            assert all(o.arrival <= o.first_token <= o.finished for o in run.outcomes)
+
+
+def test_lengths_are_scaled_and_the_same_in_every_mode(measured):
+    result, _ = measured
+    assert (result.traffic.shortest, result.traffic.longest) == (8, 32)
+    drawn = [(len(request.prompt), request.output_length) for request in result.traffic.draw()]
+    for one in result.measured:
+        assert [(o.num_prompt_tokens, o.num_output_tokens) for o in one.saturated.outcomes] == drawn
+
+
+def test_requests_arrive_at_the_load_of_the_first_mode(measured):
+    result, _ = measured
+    assert result.rate == pytest.approx(2.0 * 6 / result.measured[0].saturated.seconds)
+
+
+def test_memory_is_well_filled_by_continuous_batching_and_badly_by_padding(measured):
+    result, _ = measured
+    padded, _, continuous = (one.saturated for one in result.measured)
+    assert 0 < padded.kv_utilisation < continuous.kv_utilisation < 1
+    assert padded.waste > 0.1
+
+
+def test_lengths_are_halved_until_they_fit_into_the_time_there_is(model, monkeypatch):
+    monkeypatch.setattr(lab, "PATIENCE_S", 0.0)
+    scale = lab._scale_for(model, Traffic(4, shortest=16, longest=128), 2, lab.Progress())
+    assert scale == 0.25
+    monkeypatch.setattr(lab, "PATIENCE_S", 1e9)
+    assert lab._scale_for(model, Traffic(4, shortest=16, longest=128), 2, lab.Progress()) == 1.0
+
+
+def test_requests_longer_than_the_model_reaches_are_told(model):
+    with pytest.raises(ConfigError, match="longer than the model's"):
+        bench(model, Traffic(2, shortest=64, longest=10**6), Setting(), scale=1.0)
+
+
+def test_an_engine_is_sent_each_request_when_it_is_due(model):
+    trace = [TraceRequest(0.0, [1, 2, 3], 4), TraceRequest(0.2, [4, 5], 3)]
+    with Engine(model, max_num_seqs=2, kv_cache_memory="1MiB") as engine:
+        run = run_on_engine(engine, trace)
+        again = run_on_engine(engine, trace, together=True)
+    for one in (run, again):
+        assert [o.num_output_tokens for o in one.outcomes] == [4, 3]
+        assert one.outcomes[1].first_token > 0.2
+    assert run.memory[-1].allocated == 0
+
+
+def test_held_answers_come_when_nobody_runs(model):
+    trace = [TraceRequest(0.0, [1, 2, 3], 2), TraceRequest(0.0, [4, 5], 30)]
+    with Engine(model, max_num_seqs=2, kv_cache_memory="1MiB", scheduler="static") as engine:
+        run = run_on_engine(engine, trace, together=True)
+    assert run.outcomes[0].finished == run.outcomes[1].finished
+    assert run.outcomes[0].first_token < run.outcomes[0].finished
+
+
+def test_stock_generates_as_many_tokens_as_the_longest_wants(model):
+    run = run_on_stock(model, [TraceRequest(0.0, [1, 2, 3], 2), TraceRequest(0.0, [4], 5)], batch=2)
+    # A moment for each token, and the end.
+    assert len(run.memory) == 6
+    assert run.memory[0].allocated == 6
+    assert run.outcomes[0].finished == run.outcomes[1].finished == run.memory[-1].time
