@@ -1,4 +1,4 @@
-"""The command line: ``paged-backend demo``, ``generate``, ``chat``, ``replay`` and ``plugins``."""
+"""The command line: ``paged-backend demo``, ``generate``, ``chat``, ``replay``, ``study`` and ``plugins``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from paged_backend.cli.chat import chat
 from paged_backend.cli.generate import generate
 from paged_backend.cli.options import Model, Terminal, Threads, errors_in_words, start
 from paged_backend.cli.replay import replay
+from paged_backend.cli.study import study
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -70,6 +71,7 @@ def demo(
 app.command()(generate)
 app.command()(chat)
 app.command()(replay)
+app.command()(study)
 
 
 @app.command()

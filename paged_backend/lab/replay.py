@@ -15,6 +15,7 @@ from paged_backend.lab.step_cost import StepCost
 from paged_backend.lab.trace import TraceRequest
 from paged_backend.lab.usage import Usage
 from paged_backend.lab.virtual_engine import VirtualEngine
+from paged_backend.lab.yardsticks import Yardsticks
 from paged_backend.outputs import FinishReason, RequestOutput
 from paged_backend.policies import SchedulingPolicy
 from paged_backend.policy.plugin_manager import PluginManager
@@ -49,7 +50,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Policies:
-    """Which policies decide, by name or import path, with their options."""
+    """Which policies decide, by name, a yardstick's too, or import path, with their options."""
 
     scheduler: str = "fifo"
     eviction: str = "lru"
@@ -116,12 +117,19 @@ def at_load(trace: Sequence[TraceRequest], machine: Machine, load: float) -> lis
 
     What it can do is taken from a replay in which all requests are there at once, first come, first served.
     """
-    checked_amount("load", load, positive=True)
+    return at_loads(trace, machine, [load])[0]
+
+
+def at_loads(trace: Sequence[TraceRequest], machine: Machine, loads: Sequence[float]) -> list[list[TraceRequest]]:
+    """``trace`` at several loads."""
+    loads = [checked_amount("load", load, positive=True) for load in loads]
     span = trace[-1].arrival
     if not span:
         raise ConfigError("the trace's requests arrive all at once, so that no load can be made of them")
     capacity_s = replay([replace(request, arrival=0.0) for request in trace], machine).seconds
-    return [replace(request, arrival=request.arrival * capacity_s / load / span) for request in trace]
+    return [
+        [replace(request, arrival=request.arrival * capacity_s / load / span) for request in trace] for load in loads
+    ]
 
 
 class Replay:
@@ -146,7 +154,11 @@ class Replay:
         self._knows_lengths = length_knowledge == "oracle"
         self._deadline = _multiple(deadline)
         self._longest = max(request.output_length for request in trace)
-        plugins = PluginManager()
+        # Orders of those that began, or never will.
+        self._begun: set[int] = set()
+        plugins = PluginManager(
+            [Yardsticks(trace, machine.cost, machine.seats, machine.block_size, lambda n: n not in self._begun)]
+        )
         self.engine = VirtualEngine(
             _scheduler(plugins, policies, learns=length_knowledge == "quantile"),
             plugins.eviction_factory(policies.eviction, policies.eviction_options),
@@ -189,6 +201,7 @@ class Replay:
                 self._outcomes[order] = Outcome(
                     known.arrival, None, None, len(known.prompt), 0, None, known.client_id, "refused"
                 )
+                self._begun.add(order)
                 continue
             request = self._request(order, known)
             self._unfinished[request.request_id] = request
@@ -221,12 +234,15 @@ class Replay:
     def _step(self) -> None:
         engine = self.engine
         stepped = engine.step(drain=not self._arriving)
+        self._begun.update(request.order for request in stepped.step.admitted)
         self._usage.record(engine.now, engine.blocks.pools[0].num_owned, engine.blocks.pools[0].num_cached)
         if self._gap is not None:
             self._watch_service(stepped.step.admitted, stepped.step.preempted, stepped.outputs)
         for output in stepped.outputs:
             if output.finish_reason is not None:
-                self._end(self._unfinished.pop(output.request_id))
+                request = self._unfinished.pop(output.request_id)
+                self._begun.add(request.order)
+                self._end(request)
         held_until = engine.scheduler.held_until
         if held_until is not None:
             # The policy keeps everybody back, until then or until somebody comes.

@@ -14,6 +14,7 @@ from paged_backend.errors import ConfigError
 from paged_backend.lab.replay import Machine, Outcome, Policies, Replayed
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 # The numbers in the order in which they are shown: what each is called, and how it is written.
@@ -140,14 +141,8 @@ def plot(results: Sequence[Replayed], path: Path) -> None:
 
     Raises ConfigError without matplotlib, or for a kind of file that it cannot write.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'paged-backend[plot]'") from error
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    drawn = figure(11, 4.5)
+    left, right = drawn.subplots(1, 2)
     for result in results:
         label = _label(result.policies, results).replace("\n", ", ")
         latencies = sorted(
@@ -161,7 +156,24 @@ def plot(results: Sequence[Replayed], path: Path) -> None:
     left.set(xlabel="latency, s", ylabel="share of requests", ylim=(0, 1), xscale="log")
     right.set(xlabel="time, s", ylabel="share of memory held", ylim=(0, 1))
     left.legend()
+    save(drawn, path)
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty one of so many inches. Raises ConfigError without matplotlib."""
     try:
-        figure.savefig(path)
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a plot needs matplotlib: pip install 'paged-backend[plot]'") from error
+    drawn = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(drawn)
+    return drawn
+
+
+def save(drawn: Figure, path: Path) -> None:
+    """Write a figure to an image file. Raises ConfigError for a kind of file that matplotlib cannot write."""
+    try:
+        drawn.savefig(path)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be drawn: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 class PrefixNode:
@@ -41,7 +41,7 @@ class PrefixNode:
     ) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.contents: int = hash((salt if parent is None else parent.contents, tokens))
+        self.contents: int = _contents(salt if parent is None else parent.contents, tokens)
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.blocks: list[int | None] = [None] * num_groups
@@ -148,3 +148,15 @@ class PrefixTree:
 
     def clear(self) -> None:
         self._roots.clear()
+
+
+def prefix_contents(token_ids: Sequence[int], length: int, salt: str | None, block_size: int) -> Iterator[int]:
+    """What ``PrefixNode.contents`` is of each full block of the first ``length`` tokens."""
+    contents = _contents(salt, ())
+    for start in range(0, length - block_size + 1, block_size):
+        contents = _contents(contents, tuple(token_ids[start : start + block_size]))
+        yield contents
+
+
+def _contents(before: int | str | None, tokens: tuple[int, ...]) -> int:
+    return hash((before, tokens))
