@@ -74,7 +74,8 @@ def study(
 
 
 def _numbers(text: str) -> list[float]:
+    numbers = names("--loads", text)
     try:
-        return [float(number) for number in names("--loads", text)]
+        return [float(number) for number in numbers]
     except ValueError as error:
         raise ConfigError(f"--loads={text!r:.200} must be numbers with commas between, such as 0.9,1.1") from error

@@ -19,6 +19,8 @@ from paged_backend.policies import KeyedPolicy, RequestView
 
 SCHEDULERS = ("oracle_sjf", "fifo_shed", "moore_hodgson")
 EVICTIONS = ("belady",)
+# Of the machine, for those who wait; on Azure's conversations 1/2 makes more of them in time than 1, 2/3 or 1/3.
+THEIRS = 0.5
 
 
 class OracleSjf(KeyedPolicy):
@@ -100,12 +102,13 @@ class MooreHodgson(FifoShed):
     """Those go first that Moore and Hodgson's rule chooses of all that wait, by the true lengths.
 
     Their rule is for one machine that does one job after the other, all of which are there when it begins. Here it is
-    asked anew whenever somebody may begin, of those that wait by then. The machine is taken to let a request begin
-    every ``service / seats`` seconds, where service is what the request takes beside a running batch, as long as the
-    batch's steps are of late: that is its work. It must begin by its latest start, so its work is due when it would be
+    asked anew whenever somebody may begin, of those that wait by then. With all seats taken the machine lets a request
+    begin every ``service / seats`` seconds, where service is what the request takes beside the running batch, with
+    steps as long as they are of late. Half of that rate counts as theirs who wait, for others will come meanwhile: the
+    work of a request is ``2 * service / seats``. It must begin by its latest start, so its work is due when it would be
     done then. Who is not chosen comes behind, by deadline, and is given up only once it cannot be in time.
 
-    What the rule chooses is the best for that machine if nobody else came, so a replay under it is no bound, but what
+    What the rule chooses is the best for that machine if nobody else came. So a replay under it is no bound, but what
     can be had.
     """
 
@@ -123,7 +126,7 @@ class MooreHodgson(FifoShed):
             waiting = list(in_time)
         jobs = []
         for request in waiting:
-            work = self._latest_starts.service(request) / self._seats
+            work = self._latest_starts.service(request) / (THEIRS * self._seats)
             jobs.append((self._latest_starts.of(request) + work, work))
         chosen = most_in_time(jobs, now)
         left_out = set(range(len(waiting))).difference(chosen)

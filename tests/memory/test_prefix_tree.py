@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
+from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree, prefix_contents
 
 
 def path_of(tree: PrefixTree, tokens: list[int], salt: str | None = None) -> list[PrefixNode]:
@@ -123,3 +123,11 @@ def test_looking_on_from_what_was_found_finds_what_looking_anew_does(keeps_ends:
     assert (on == anew) is not keeps_ends
     tree.clear()
     assert tree.match(tokens, None, 4, again) == []
+
+
+def test_the_contents_of_a_prompt_are_those_of_its_nodes_as_far_as_blocks_are_full():
+    tree = PrefixTree(1, 2)
+    path = path_of(tree, [1, 2, 3, 4], "a")
+    assert list(prefix_contents([1, 2, 3, 4, 5], 5, "a", 2)) == [node.contents for node in path]
+    assert list(prefix_contents([1, 2, 3, 4], 3, "a", 2)) == [path[0].contents]
+    assert not {*prefix_contents([1, 2, 3, 4], 4, None, 2)} & {node.contents for node in path}
