@@ -154,10 +154,8 @@ class Replay:
         self._knows_lengths = length_knowledge == "oracle"
         self._deadline = _multiple(deadline)
         self._longest = max(request.output_length for request in trace)
-        # Orders of those that began, or never will.
-        self._begun: set[int] = set()
         plugins = PluginManager(
-            [Yardsticks(trace, machine.cost, machine.seats, machine.block_size, lambda n: n not in self._begun)]
+            [Yardsticks(trace, machine.cost, machine.seats, machine.block_size, self._has_yet_to_begin)]
         )
         self.engine = VirtualEngine(
             _scheduler(plugins, policies, learns=length_knowledge == "quantile"),
@@ -201,13 +199,18 @@ class Replay:
                 self._outcomes[order] = Outcome(
                     known.arrival, None, None, len(known.prompt), 0, None, known.client_id, "refused"
                 )
-                self._begun.add(order)
                 continue
             request = self._request(order, known)
             self._unfinished[request.request_id] = request
             self.engine.enqueue(request, known.output_length)
             if self._gap is not None:
                 self._gap.waits(request.client_id)
+
+    def _has_yet_to_begin(self, order: int) -> bool:
+        if order >= len(self._trace) - len(self._arriving):
+            return True
+        request = self._unfinished.get(str(order))
+        return request is not None and request.is_waiting
 
     def _request(self, order: int, known: TraceRequest) -> Request:
         most = (
@@ -234,15 +237,12 @@ class Replay:
     def _step(self) -> None:
         engine = self.engine
         stepped = engine.step(drain=not self._arriving)
-        self._begun.update(request.order for request in stepped.step.admitted)
         self._usage.record(engine.now, engine.blocks.pools[0].num_owned, engine.blocks.pools[0].num_cached)
         if self._gap is not None:
             self._watch_service(stepped.step.admitted, stepped.step.preempted, stepped.outputs)
         for output in stepped.outputs:
             if output.finish_reason is not None:
-                request = self._unfinished.pop(output.request_id)
-                self._begun.add(request.order)
-                self._end(request)
+                self._end(self._unfinished.pop(output.request_id))
         held_until = engine.scheduler.held_until
         if held_until is not None:
             # The policy keeps everybody back, until then or until somebody comes.

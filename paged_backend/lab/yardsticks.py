@@ -19,7 +19,7 @@ from paged_backend.policies import KeyedPolicy, RequestView
 
 SCHEDULERS = ("oracle_sjf", "fifo_shed", "moore_hodgson")
 EVICTIONS = ("belady",)
-# Of the machine, for those who wait; on Azure's conversations 1/2 makes more of them in time than 1, 2/3 or 1/3.
+# Of the machine, for those who wait; on Azure's conversations 1/2 makes more of them in time than 1 or 1/3.
 THEIRS = 0.5
 
 

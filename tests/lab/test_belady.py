@@ -85,3 +85,13 @@ def test_in_a_replay_it_keeps_what_comes_again_where_lru_does_not() -> None:
         for eviction in ("lru", "belady")
     }
     assert hits == {"lru": 4, "belady": 8}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_in_a_replay_no_other_choice_would_compute_less_again(seed: int) -> None:
+    draw = random.Random(seed)
+    blocks = [draw.randrange(6) for _ in range(14)]
+    trace = [request(float(n), block) for n, block in enumerate(blocks)]
+    # One of the four is not full, so that three are left for what is kept.
+    replayed = replay(trace, Machine(COST, seats=1, num_blocks=4, block_size=4), Policies(eviction="belady"))
+    assert replayed.stats.num_cached_tokens == 4 * (len(blocks) - fewest_misses(blocks, 3))
