@@ -21,11 +21,11 @@ _COLUMNS = (
     ("latency_mean_s", "mean s", "{:.2f}"),
     ("latency_p99_s", "P99 s", "{:.2f}"),
     ("num_timed_out", "given up", "{:,}"),
-    ("of_sjf_gain", "of SJF's gain", "{:.0%}"),
+    ("of_sjf_gain", "of SJF's gain", "{:.1%}"),
     ("attainment", "in time", "{:.1%}"),
-    ("of_moore_hodgson", "of Moore-Hodgson", "{:.0%}"),
+    ("of_moore_hodgson", "of Moore-Hodgson", "{:.1%}"),
     ("prefix_hit_rate", "cached", "{:.1%}"),
-    ("of_belady", "of Belady", "{:.0%}"),
+    ("of_belady", "of Belady", "{:.1%}"),
     ("policy_errors", "broken contracts", "{:,}"),
 )
 
