@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
-from paged_backend.checks import checked_amount, checked_flag
+from paged_backend.checks import checked_amount, checked_flag, checked_number
 from paged_backend.plugins.length_prediction import Predictor, RemainingTokens
 from paged_backend.plugins.service_time import StepCost
 from paged_backend.plugins.victims import ChoosesVictim, VictimRule
 from paged_backend.policies import KeyedPolicy, RequestView
+
+# Tokens that may be computed again before any share of what began is asked for.
+BURST = 4096
 
 
 class Priority(ChoosesVictim, KeyedPolicy):
@@ -22,6 +26,9 @@ class Priority(ChoosesVictim, KeyedPolicy):
         so comes behind it: of the last of the least urgent class for which that pays. It does if the time to compute
         its tokens again is less than the wait until somebody ends, though it holds up all that run and all as urgent
         that wait, or with aging all that wait. The set-aside request keeps its tokens.
+    recompute: so nobody is set aside whose tokens, with those of all that were preempted before, would be more than
+        this share of the prompt tokens of all that began, and 4,096. It bounds what urgent requests cost the others,
+        however many come; with math.inf nothing does.
     aging_s: this many seconds of waiting count as much as one class. A request of class p then starts before every
         request of class q < p that arrives more than ``(p - q) * aging_s`` after it: nothing starves. Aged so, classes
         decide everything: who starts, who is set aside and who pays when memory runs out.
@@ -34,14 +41,21 @@ class Priority(ChoosesVictim, KeyedPolicy):
         self,
         preempt: bool = False,
         aging_s: float | None = None,
+        recompute: float = 0.04,
         predict: str | Predictor = "quantile",
         victim: str | VictimRule = "lowest_priority",
     ) -> None:
         super().__init__(self._least_urgent if victim == "lowest_priority" else victim)
         self.preempt = checked_flag("preempt", preempt)
         self.aging_s = None if aging_s is None else checked_amount("aging_s", aging_s, positive=True)
+        self.recompute = checked_number("recompute", recompute, 0, math.inf)
         self._remaining = RemainingTokens(predict)
         self._cost = StepCost()
+        # Tokens of preempted requests, and of the prompts that began.
+        self._num_lost = self._num_begun = 0
+        # Tokens of those named in the step that is planned, which are counted as lost only once it is.
+        self._named_at = -math.inf
+        self._num_named = 0
         self._num_waiting: Counter[int] = Counter()
 
     def key(self, request: RequestView) -> float:
@@ -54,12 +68,16 @@ class Priority(ChoosesVictim, KeyedPolicy):
         """O(log n)."""
         super().add(request, now)
         self._num_waiting[request.priority] += 1
+        if request.num_preemptions:
+            self._num_lost += request.num_tokens
 
     def remove(self, request: RequestView) -> None:
         """O(log n) amortised."""
         if request.order in self._waiting:
             self._num_waiting[request.priority] -= 1
             self._num_waiting += Counter()
+            if not request.is_waiting and not request.num_preemptions:
+                self._num_begun += request.num_prompt_tokens
         super().remove(request)
 
     def rank_prefills(self, prefilling: Sequence[RequestView], now: float) -> Sequence[RequestView]:
@@ -67,7 +85,7 @@ class Priority(ChoosesVictim, KeyedPolicy):
         return sorted(prefilling, key=self.key)
 
     def preempts(self, candidate: RequestView, running: Sequence[RequestView], now: float) -> RequestView | None:
-        """The last of the least urgent class that is cheaper to compute again than to wait for."""
+        """The last of the least urgent class that is cheaper to compute again than to wait for, within bounds."""
         if not self.preempt:
             return None
         urgency = self.key(candidate)
@@ -79,8 +97,15 @@ class Priority(ChoosesVictim, KeyedPolicy):
         # In output tokens, of which a step computes one for each that runs.
         spared = min(map(self._remaining.output, running)) * len(running)
         delay = self._cost.prompt_weight * num_delayed
-        cheap = [r for r in yielding if delay * r.num_computed_tokens < spared]
-        return self._least_urgent(cheap, now) if cheap else None
+        if now != self._named_at:
+            self._named_at, self._num_named = now, 0
+        allowed = BURST + self.recompute * self._num_begun - self._num_lost - self._num_named
+        cheap = [r for r in yielding if delay * r.num_computed_tokens < spared and r.num_tokens <= allowed]
+        if not cheap:
+            return None
+        named = self._least_urgent(cheap, now)
+        self._num_named += named.num_tokens
+        return named
 
     def _least_urgent(self, running: Sequence[RequestView], now: float) -> RequestView:
         return max(reversed(running), key=self.key)

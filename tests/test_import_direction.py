@@ -37,7 +37,18 @@ ROOMS: dict[str, set[str]] = {
     "swaps": {"kernels", "memory", "model"} | VALUES,
     "engine": {"memory", "model", "policies", "policy", "request", "sampling", "swaps"} | VALUES,
     "service": {"engine", "request", "sampling"} | VALUES,
-    "lab": {"block_cost", "engine", "hookspecs", "kernels", "memory", "policies", "policy", "request", "sampling"}
+    "lab": {
+        "block_cost",
+        "engine",
+        "hookspecs",
+        "kernels",
+        "memory",
+        "plugins",
+        "policies",
+        "policy",
+        "request",
+        "sampling",
+    }
     | VALUES,
     "sample_model": {"errors"},
     # Plugins see what third parties see: the interfaces, and the values passed.

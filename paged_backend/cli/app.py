@@ -1,4 +1,4 @@
-"""The command line: ``paged-backend demo``, ``generate``, ``chat``, ``replay``, ``tune`` and ``plugins``."""
+"""The command line: ``paged-backend`` and its commands."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from paged_backend.cli.chat import chat
 from paged_backend.cli.generate import generate
 from paged_backend.cli.options import Model, Terminal, Threads, errors_in_words, start
 from paged_backend.cli.replay import replay
+from paged_backend.cli.study import study
 from paged_backend.cli.tune import tune
 
 app = typer.Typer(
@@ -73,6 +74,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(replay)
 app.command()(bench)
+app.command()(study)
 app.command()(tune)
 
 

@@ -17,6 +17,7 @@ from paged_backend.lab.step_cost import StepCost
 from paged_backend.lab.trace import TraceRequest
 from paged_backend.lab.usage import Usage
 from paged_backend.lab.virtual_engine import VirtualEngine
+from paged_backend.lab.yardsticks import Yardsticks
 from paged_backend.outputs import FinishReason, RequestOutput
 from paged_backend.policies import SchedulingPolicy
 from paged_backend.policy.plugin_manager import PluginManager
@@ -51,7 +52,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Policies:
-    """Which policies decide, by name or import path, with their options."""
+    """Which policies decide, by name, a yardstick's too, or import path, with their options."""
 
     scheduler: str = "fifo"
     eviction: str = "lru"
@@ -118,12 +119,19 @@ def at_load(trace: Sequence[TraceRequest], machine: Machine, load: float) -> lis
 
     What it can do is taken from a replay in which all requests are there at once, first come, first served.
     """
-    checked_amount("load", load, positive=True)
+    return at_loads(trace, machine, [load])[0]
+
+
+def at_loads(trace: Sequence[TraceRequest], machine: Machine, loads: Sequence[float]) -> list[list[TraceRequest]]:
+    """``trace`` at several loads."""
+    loads = [checked_amount("load", load, positive=True) for load in loads]
     span = trace[-1].arrival
     if not span:
         raise ConfigError("the trace's requests arrive all at once, so that no load can be made of them")
     capacity_s = replay([replace(request, arrival=0.0) for request in trace], machine).seconds
-    return [replace(request, arrival=request.arrival * capacity_s / load / span) for request in trace]
+    return [
+        [replace(request, arrival=request.arrival * capacity_s / load / span) for request in trace] for load in loads
+    ]
 
 
 class Replay:
@@ -148,7 +156,9 @@ class Replay:
         self._knows_lengths = length_knowledge == "oracle"
         self._deadline = _multiple(deadline)
         self._longest = max(request.output_length for request in trace)
-        plugins = PluginManager()
+        plugins = PluginManager(
+            [Yardsticks(trace, machine.cost, machine.seats, machine.block_size, self._has_yet_to_begin)]
+        )
         self.engine = VirtualEngine(
             _scheduler(plugins, policies, learns=length_knowledge == "quantile"),
             plugins.eviction_factory(policies.eviction, policies.eviction_options),
@@ -198,6 +208,12 @@ class Replay:
             self.engine.enqueue(request, known.output_length)
             if self._gap is not None:
                 self._gap.waits(request.client_id)
+
+    def _has_yet_to_begin(self, order: int) -> bool:
+        if order >= len(self._trace) - len(self._arriving):
+            return True
+        request = self._unfinished.get(str(order))
+        return request is not None and request.is_waiting
 
     def _request(self, order: int, known: TraceRequest) -> Request:
         most = (

@@ -51,7 +51,7 @@ class PrefixNode:
     ) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.contents: int = hash((salt if parent is None else parent.contents, tokens))
+        self.contents: int = _contents(salt if parent is None else parent.contents, tokens)
         self.depth: int = 0 if parent is None else parent.depth + 1
         # Skew-binary jump pointers (Myers, An applicative random-access stack, 1983).
         self.jump: PrefixNode = self if parent is None else parent
@@ -191,3 +191,15 @@ class PrefixTree:
 
 
 def _nobody_listens(*nodes: PrefixNode) -> None: ...
+
+
+def prefix_contents(token_ids: Sequence[int], length: int, salt: str | None, block_size: int) -> Iterator[int]:
+    """What ``PrefixNode.contents`` is of each full block of the first ``length`` tokens."""
+    contents = _contents(salt, ())
+    for start in range(0, length - block_size + 1, block_size):
+        contents = _contents(contents, tuple(token_ids[start : start + block_size]))
+        yield contents
+
+
+def _contents(before: int | str | None, tokens: tuple[int, ...]) -> int:
+    return hash((before, tokens))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree
+from paged_backend.memory.prefix_tree import PrefixNode, PrefixTree, prefix_contents
 
 
 def path_of(tree: PrefixTree, tokens: list[int], salt: str | None = None) -> list[PrefixNode]:
@@ -113,3 +113,11 @@ def test_nodes_come_parents_first_and_all_are_gone_after_clearing():
     assert all(node.depth == 1 or node.parent in tree.nodes()[:index] for index, node in enumerate(tree.nodes()))
     tree.clear()
     assert tree.nodes() == tree.match([1], None, 1) == []
+
+
+def test_the_contents_of_a_prompt_are_those_of_its_nodes_as_far_as_blocks_are_full():
+    tree = PrefixTree(1, 2)
+    path = path_of(tree, [1, 2, 3, 4], "a")
+    assert list(prefix_contents([1, 2, 3, 4, 5], 5, "a", 2)) == [node.contents for node in path]
+    assert list(prefix_contents([1, 2, 3, 4], 3, "a", 2)) == [path[0].contents]
+    assert not {*prefix_contents([1, 2, 3, 4], 4, None, 2)} & {node.contents for node in path}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from model_free import ModelFree
 
 from paged_backend.errors import ConfigError
+from paged_backend.plugins import priority
 from paged_backend.plugins.priority import Priority
 
 ARRIVALS = st.lists(
@@ -16,10 +17,10 @@ ARRIVALS = st.lists(
 
 
 def run(engine: ModelFree, arrivals) -> None:
-    for gap, priority, prompt, output in arrivals:
+    for gap, urgency, prompt, output in arrivals:
         for _ in range(gap):
             engine.step()
-        engine.add(prompt, output, priority=priority)
+        engine.add(prompt, output, priority=urgency)
     engine.run()
 
 
@@ -89,6 +90,50 @@ def test_nobody_is_set_aside_where_many_as_urgent_wait_for_what_is_computed_agai
     for _ in range(100):
         engine.add(4, 2, priority=0)
     assert not engine.step().preempted
+
+
+@settings(max_examples=60, deadline=None)
+@given(ARRIVALS, st.sampled_from([0.0, 0.2, 1.0]))
+def test_those_set_aside_stay_within_their_share_of_the_prompts_that_began(arrivals, recompute):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(priority, "BURST", 30)
+        # Memory for everybody, so that only urgent requests set anybody aside.
+        engine = ModelFree(Priority(preempt=True, recompute=recompute), num_blocks=400, max_num_seqs=3)
+        lost, begun, plan = 0, [], engine.scheduler.schedule
+
+        def planned(now, **options):
+            nonlocal lost
+            allowed = 30 + recompute * sum(request.num_prompt_tokens for request in begun)
+            step = plan(now, **options)
+            lost += sum(request.num_lost_tokens for request, _ in step.preempted)
+            assert lost <= allowed
+            begun.extend(request for request in step.admitted if not request.num_preemptions)
+            return step
+
+        engine.scheduler.schedule = planned
+        run(engine, arrivals)
+    engine.assert_sound()
+
+
+def test_nobody_is_set_aside_beyond_the_share_though_it_would_pay(monkeypatch):
+    monkeypatch.setattr(priority, "BURST", 0)
+    engine = full_of_background_work(preempt=True, recompute=0.5)
+    engine.add(4, 2, priority=0)
+    assert not engine.step().preempted
+    engine = full_of_background_work(preempt=True, recompute=1.0)
+    engine.add(4, 2, priority=0)
+    assert engine.step().preempted
+
+
+def test_what_was_set_aside_in_this_step_and_before_counts(monkeypatch):
+    monkeypatch.setattr(priority, "BURST", 10)
+    engine = full_of_background_work(preempt=True, recompute=0.0)
+    for _ in range(2):
+        engine.add(4, 2, priority=0)
+    assert len(engine.step().preempted) == 1
+    for _ in range(6):
+        assert not engine.step().preempted
+        engine.add(4, 2, priority=0)
 
 
 def test_who_has_aged_beyond_an_urgent_request_is_not_set_aside_for_it():
