@@ -18,8 +18,10 @@ from paged_backend.lab.traffic import ARRIVALS, Traffic, arriving
 # What keys and values may take, of what the longest requests that run at once would need.
 POOL_SHARE = 0.75
 # Without a scale, lengths are halved until the slowest mode is expected to take fewer seconds than this.
-PATIENCE_S = 30.0
-_PROBE_TOKENS = 8
+PATIENCE_S = 45.0
+_PROBE_TOKENS = 16
+# Lengths are not halved any more when the longest would be shorter than this.
+_SHORTEST = 32
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,12 @@ def bench(
     """Run ``traffic`` under every mode of ``setting`` on ``model``: all at once, then arriving at a rate.
 
     The rate is what the first mode could do, times ``load``. scale: of the traffic's lengths; None shortens them until
-    the first mode is expected to take half a minute. arrival_trace: whose pace requests arrive at, if they do.
+    the first mode is expected to take less than a minute. arrival_trace: whose pace requests arrive at, if they do.
 
     Raises UnsupportedModel and ConfigError as an Engine does.
     """
+    import torch
+
     progress = progress or Progress()
     modes = [mode for mode in MODES if mode.name in setting.modes]
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -143,7 +147,7 @@ def bench(
     if limit is not None and traffic.longest > limit:
         raise ConfigError(f"requests of {traffic.longest} tokens are longer than the model's {limit}; give a scale")
     requests = traffic.draw(model.config.get_text_config().vocab_size)
-    ceiling, cost = flops_ceiling(model.dtype, model.device), TokenCost.of_model(model)
+    ceiling, cost = flops_ceiling({torch.float32, model.dtype}, model.device), TokenCost.of_model(model)
     at_once = arriving(requests, "at-once", 0.0)
     memory = _memory_for(model, requests, setting.batch) if any(mode.scheduler for mode in modes) else 0
     rate, due = 0.0, at_once
@@ -232,19 +236,31 @@ def _warm_up(serve: Serve, requests: Sequence[TraceRequest]) -> None:
 
 
 def _scale_for(model: Any, traffic: Traffic, batch: int, progress: Progress) -> float:
-    """The share of the traffic's lengths at which stock static batches should take at most ``PATIENCE_S``."""
+    """The share of the traffic's lengths at which stock static batches should take at most ``PATIENCE_S``.
+
+    Judged by short rows, as if a token took the same time however long its request is.
+    """
     progress.begins("finding out how fast the machine is", 1)
-    lengths = traffic.scaled(1.0)
+    rows = [TraceRequest(0.0, [1] * _PROBE_TOKENS, 1)] * min(batch, traffic.num_requests)
+    run_on_stock(model, rows, batch=batch)
+    prefill_s = run_on_stock(model, rows, batch=batch).seconds / _PROBE_TOKENS
+    longer = [replace(request, output_length=_PROBE_TOKENS) for request in rows]
+    decode_s = (run_on_stock(model, longer, batch=batch).seconds - prefill_s * _PROBE_TOKENS) / (_PROBE_TOKENS - 1)
     scale = 1.0
-    while True:
-        requests = lengths.scaled(scale).draw(model.config.get_text_config().vocab_size)
-        rows = [replace(request, output_length=_PROBE_TOKENS) for request in requests[:batch]]
-        prefill = run_on_stock(model, [replace(r, output_length=1) for r in rows], batch=batch).seconds
-        decodes = run_on_stock(model, rows, batch=batch).seconds - prefill
-        longest = max(request.output_length for request in requests)
-        batches = -(-len(requests) // batch)
-        expected = batches * (prefill + max(0.0, decodes) / (_PROBE_TOKENS - 1) * longest)
-        if expected <= PATIENCE_S or lengths.scaled(scale / 2).longest < 32:
-            progress.answered(1)
-            return scale
+    while _expected_s(traffic.scaled(scale), batch, prefill_s, decode_s) > PATIENCE_S:
+        if traffic.scaled(scale / 2).longest < _SHORTEST:
+            break
         scale /= 2
+    progress.answered(1)
+    return scale
+
+
+def _expected_s(traffic: Traffic, batch: int, prefill_s: float, decode_s: float) -> float:
+    """Seconds of all padded batches, by what a prompt token and a generated one of a whole batch take."""
+    requests = traffic.draw()
+    batches = [requests[first : first + batch] for first in range(0, len(requests), batch)]
+    return sum(
+        prefill_s * max(len(request.prompt) for request in rows)
+        + decode_s * max(request.output_length for request in rows)
+        for rows in batches
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +47,12 @@ class TokenCost:
         return cls(2 * weights, 4.0 * config.num_hidden_layers * config.num_attention_heads * dim)
 
 
-def flops_ceiling(dtype: Any, device: Any) -> float:
-    """Operations a second of the fastest square matrix product of this machine."""
+def flops_ceiling(dtypes: Iterable[Any], device: Any) -> float:
+    """Operations a second of the fastest square matrix product of this machine, in the best of ``dtypes``."""
     import torch
 
     best = 0.0
-    for size in _SIZES:
+    for dtype, size in itertools.product(dtypes, _SIZES):
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         left @ right
         count, start = 0, time.perf_counter()

@@ -77,10 +77,15 @@ def test_memory_is_well_filled_by_continuous_batching_and_badly_by_padding(measu
 
 def test_lengths_are_halved_until_they_fit_into_the_time_there_is(model, monkeypatch):
     monkeypatch.setattr(lab, "PATIENCE_S", 0.0)
-    scale = lab._scale_for(model, Traffic(4, shortest=16, longest=128), 2, lab.Progress())
-    assert scale == 0.25
+    assert lab._scale_for(model, Traffic(4, shortest=16, longest=128), 2, lab.Progress()) == 0.25
     monkeypatch.setattr(lab, "PATIENCE_S", 1e9)
     assert lab._scale_for(model, Traffic(4, shortest=16, longest=128), 2, lab.Progress()) == 1.0
+
+
+def test_seconds_are_expected_of_the_longest_prompt_and_answer_of_each_batch():
+    traffic = Traffic(3, "trace", 4, 100, trace=[TraceRequest(0.0, range(10), 5), TraceRequest(1.0, range(4), 20)])
+    # Batches of two: 10 and 20, then 10 and 5.
+    assert lab._expected_s(traffic, 2, 1.0, 100.0) == 20 + 2500
 
 
 def test_requests_longer_than_the_model_reaches_are_told(model):

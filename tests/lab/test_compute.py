@@ -35,4 +35,4 @@ def test_of_experts_only_those_count_that_a_token_goes_through():
 def test_the_ceiling_is_a_rate_that_the_machine_reaches(monkeypatch):
     monkeypatch.setattr("paged_backend.lab.compute._SIZES", (64,))
     monkeypatch.setattr("paged_backend.lab.compute._TIMED_S", 0.01)
-    assert 1e6 < flops_ceiling(torch.float32, torch.device("cpu")) < 1e15
+    assert 1e6 < flops_ceiling([torch.float32, torch.float16], torch.device("cpu")) < 1e15
