@@ -52,8 +52,8 @@ def bench(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Of the weights: float32, bfloat16 or float16; auto is float32 on a CPU, where stock is slow in others, "
-            "and what is stored elsewhere."
+            help="Of the weights: float32, bfloat16 or float16; auto is float32 on a CPU, where stock is slow in "
+            "others, and what is stored elsewhere."
         ),
     ] = "auto",
     threads: Threads = None,

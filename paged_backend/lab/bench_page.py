@@ -11,7 +11,7 @@ from paged_backend.lab.bench_report import definitions, latencies, rows
 from paged_backend.lab.run import Run
 
 _COLOURS = ("#8c6bb1", "#4d8fd1", "#c97b2d", "#b5a12b", "#2a9d6f", "#c2577a")
-_WIDTH, _LEFT, _BOTTOM = 860, 54, 26
+_WIDTH, _LEFT, _TOP, _BOTTOM = 860, 54, 8, 26
 _STYLE = """
 :root { --ink: #1d2430; --soft: #667; --line: #d8dce3; --paper: #fff; --wait: #d5d9e2 }
 @media (prefers-color-scheme: dark) {
@@ -38,6 +38,7 @@ def page(bench: Bench, title: str, about: Sequence[str]) -> str:
     """
     colours = {id(measured): _COLOURS[n % len(_COLOURS)] for n, measured in enumerate(bench.measured)}
     end = max(measured.arriving.seconds for measured in bench.measured)
+    most = max(moment.allocated for measured in bench.measured for moment in measured.saturated.memory)
     parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in about), _table(bench)]
     parts += [f"<p>{escape(line)}</p>" for line in definitions(bench).splitlines()]
     parts.append("<h2>Latency</h2><p>The share of requests that were answered within so many seconds.</p>")
@@ -50,7 +51,7 @@ def page(bench: Bench, title: str, about: Sequence[str]) -> str:
         parts.append(_key([("waits for its first token", "var(--wait)"), ("until its answer", colour)]))
         parts.append(_timeline(measured, end, colour))
         parts.append("<p>KV memory, all requests at once: allocated, and of it filled.</p>")
-        parts.append(_memory(measured.saturated, colour))
+        parts.append(_memory(measured.saturated, most, colour))
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -100,9 +101,9 @@ def _timeline(measured: Measured, end: float, colour: str) -> str:
     return _svg(row * len(outcomes), scale, "".join(bars), "s")
 
 
-def _memory(run: Run, colour: str, height: float = 110.0) -> str:
-    most = max((moment.allocated for moment in run.memory), default=0) or 1
-    scale = _Scale(max(run.seconds, run.memory[-1].time if run.memory else 0.0))
+def _memory(run: Run, most: int, colour: str, height: float = 110.0) -> str:
+    """Areas of what is allocated and filled; the height stands for ``most`` tokens, the same for all modes."""
+    scale = _Scale(max(run.seconds, run.memory[-1].time))
 
     def area(values: Sequence[float], opacity: float) -> str:
         points = [f"{scale.x(0):.1f},{height:.1f}"]
@@ -163,4 +164,5 @@ def _svg(height: float, scale: _Scale, inner: str, unit: str) -> str:
         f'<text x="{scale.x(mark):.1f}" y="{height + 17:.1f}" text-anchor="middle">{mark:g} {unit}</text>'
         for mark in scale.marks()
     )
-    return f'<svg viewBox="0 0 {_WIDTH + 20} {height + _BOTTOM:.0f}" role="img">{marks}{inner}</svg>'
+    box = f"0 {-_TOP} {_WIDTH + 20} {height + _TOP + _BOTTOM:.0f}"
+    return f'<svg viewBox="{box}" role="img">{marks}{inner}</svg>'
