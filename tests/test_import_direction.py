@@ -40,6 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "lab": {"block_cost", "engine", "hookspecs", "kernels", "memory", "policies", "policy", "request", "sampling"}
     | VALUES,
     "sample_model": {"errors"},
+    "doctor": {"kernels", "policy", "sample_model"} | VALUES,
     # Plugins see what third parties see: the interfaces, and the values passed.
     "plugins": {"block_cost", "checks", "errors", "hookspecs", "outputs", "policies", "stats"},
     # Integrations see public names only, through the face.
@@ -56,6 +57,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "cli": {
         "block_cost",
+        "doctor",
         "engine",
         "face",
         "hookspecs",

@@ -1,4 +1,4 @@
-"""The command line: ``paged-backend demo``, ``generate``, ``chat``, ``replay``, ``tune`` and ``plugins``."""
+"""The command line: ``paged-backend demo``, ``generate``, ``chat``, ``replay``, ``tune``, ``doctor``, ``plugins``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ except ImportError as error:
 
 import paged_backend
 from paged_backend.cli.chat import chat
+from paged_backend.cli.doctor import doctor
 from paged_backend.cli.generate import generate
 from paged_backend.cli.options import Model, Terminal, Threads, errors_in_words, start
 from paged_backend.cli.replay import replay
@@ -72,6 +73,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(replay)
 app.command()(tune)
+app.command()(doctor)
 
 
 @app.command()
