@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from paged_backend.cli.options import Terminal, errors_in_words
+from paged_backend.cli.options import AsJson, Terminal, errors_in_words
 
 if TYPE_CHECKING:
     from paged_backend.doctor.finding import Finding
@@ -28,7 +28,7 @@ def doctor(
             min=0, help="Seconds to try the kernels for, at most, beside compiling them once; 0 leaves it out."
         ),
     ] = 5.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tell which kernels would run here and why, and compare them with the reference; for a bug report.
 

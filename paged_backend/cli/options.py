@@ -36,6 +36,8 @@ Threads = Annotated[
     int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default all that torch takes.")
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
 
 def json_object(text: str) -> dict[str, Any]:
     """The JSON object that a flag's text is; BadParameter for anything else."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from paged_backend.cli.options import Terminal, errors_in_words, json_object, naming, start
+from paged_backend.cli.options import AsJson, Terminal, errors_in_words, json_object, naming, start
 from paged_backend.errors import ConfigError
 
 
@@ -76,7 +76,7 @@ def replay(
     ] = "oracle",
     clients: Annotated[int, typer.Option(min=0, help="Share requests of no client out among so many, at random.")] = 0,
     seed: Annotated[int, typer.Option(help="Where random numbers start.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
+    as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Draw latencies and memory to this image file.")
     ] = None,

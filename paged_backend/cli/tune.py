@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paged_backend.cli.options import EngineFlags, Terminal, Threads, errors_in_words, naming, open_engine
+from paged_backend.cli.options import AsJson, EngineFlags, Terminal, Threads, errors_in_words, naming, open_engine
 from paged_backend.config import MAX_NUM_SEQS, EngineConfig
 from paged_backend.errors import ConfigError
 
@@ -65,7 +65,7 @@ def tune(
         typer.Option(help="How keys and values are stored: auto (as the model's), float16, bfloat16, int8 or fp8."),
     ] = "auto",
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
+    as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Draw memory overhead against latency to this image file.")
     ] = None,

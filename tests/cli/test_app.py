@@ -84,6 +84,18 @@ def test_plugins_names_the_distribution_of_an_installed_plugin(tmp_path: Path, m
     ]
 
 
+def test_plugins_as_json_are_those_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_distribution(tmp_path, monkeypatch, PLUGIN)
+    told = json.loads(invoke("plugins", "--json").stdout)
+    by_name = {plugin["name"]: plugin for plugin in told}
+    assert by_name["backwards-plugin"]["names"]["scheduler"] == ["backwards"]
+    assert by_name["backwards-plugin"]["source"] == "backwards-policies 1.2"
+    assert by_name["backwards-plugin"]["error"] is None
+    manager = PluginManager(load_entry_points=False)
+    for kind in KINDS:
+        assert set(manager.names(kind)) <= {name for plugin in told for name in plugin["names"][kind]}
+
+
 def test_plugins_shows_which_hooks_a_plugin_without_policies_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
