@@ -96,7 +96,8 @@ def replay(
         machine = lab.Machine(cost, seats, memory, block_size, max_num_batched_tokens, prefix_caching)
         if load is not None and rate_scale != 1:
             raise ConfigError(f"--load={load:g} and --rate-scale={rate_scale:g} both set the pace; give one of them")
-        requests = read_trace(trace, limit=limit, rate_scale=rate_scale, clients=clients, seed=seed)
+        with naming(f"the trace {trace} cannot be read"):
+            requests = read_trace(trace, limit=limit, rate_scale=rate_scale, clients=clients, seed=seed)
         schedulers, evictions = _names("--scheduler", scheduler), _names("--eviction", eviction)
         _check_names("--scheduler-options", scheduler_options, schedulers)
         _check_names("--eviction-options", eviction_options, evictions)

@@ -62,7 +62,9 @@ def tune(
     ] = "auto",
     kv_dtype: Annotated[
         str,
-        typer.Option(help="How keys and values are stored: auto (as the model's), float16, bfloat16, int8 or fp8."),
+        typer.Option(
+            help="How keys and values are stored: auto (as the model's), float32, float16, bfloat16, int8 or fp8."
+        ),
     ] = "auto",
     threads: Threads = None,
     as_json: AsJson = False,
@@ -94,7 +96,8 @@ def tune(
             if value is not None and there is None:
                 raise ConfigError(f"{flag}={value} goes with {needs}; give that too, or leave it out")
         EngineConfig(kv_dtype=kv_dtype)
-        requests = [] if trace is None else read_trace(trace, limit=limit)
+        with naming(f"the trace {trace} cannot be read"):
+            requests = [] if trace is None else read_trace(trace, limit=limit)
         flags = EngineFlags(model=model, attention_backend=attention_backend, threads=threads)
         quiet = Terminal(stderr=True)
         # The modules around attention are not timed, so they need no faster equals.

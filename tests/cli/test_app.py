@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from paged_backend.cli.app import app
@@ -56,6 +58,30 @@ def test_help_names_every_command() -> None:
     assert {"demo", "plugins"} <= set(names)
     for name in names:
         assert f" {name} " in result.output
+
+
+@pytest.mark.parametrize("command", [command.callback.__name__ for command in app.registered_commands])
+def test_help_says_something_of_a_command_and_of_every_flag_it_has(command: str) -> None:
+    found = typer.main.get_command(app).commands[command]
+    assert found.help
+    assert [parameter.name for parameter in found.params if not getattr(parameter, "help", None)] == []
+    output = invoke(command, "--help").output
+    assert all(option in output for parameter in found.params for option in parameter.opts)
+
+
+def test_a_shell_is_told_how_a_word_can_go_on() -> None:
+    """As bash asks, by the name that the command has after it is installed."""
+    words = {"COMP_WORDS": "paged-backend do", "COMP_CWORD": "1", "_PAGED_BACKEND_COMPLETE": "complete_bash"}
+    result = subprocess.run(
+        [sys.executable, "-m", "paged_backend"], capture_output=True, text=True, env={**os.environ, **words}
+    )
+    assert result.stdout.split() == ["doctor"]
+
+
+def test_completion_can_be_shown_and_installed() -> None:
+    output = invoke("--help").output
+    assert "--install-completion" in output
+    assert "--show-completion" in output
 
 
 def test_without_a_command_help_is_shown() -> None:
