@@ -21,7 +21,7 @@ import paged_backend
 from paged_backend.cli.chat import chat
 from paged_backend.cli.doctor import doctor
 from paged_backend.cli.generate import generate
-from paged_backend.cli.options import AsJson, Model, Terminal, Threads, errors_in_words, start
+from paged_backend.cli.options import AsJson, Model, Terminal, Threads, errors_in_words, start, write_all
 from paged_backend.cli.replay import replay
 from paged_backend.cli.tune import tune
 
@@ -126,12 +126,18 @@ def run() -> None:
     codes: list[int] = []
     # What is registered first is called last.
     atexit.register(_leave, codes)
+    for stream in (sys.stdout, sys.stderr):
+        write_all(stream)
     try:
         app(prog_name="paged-backend")
     except SystemExit as end:
         if isinstance(end.code, int):
             codes.append(end.code)
         raise
+    except OSError as error:
+        # Of what typer itself prints, such as help onto a full disk.
+        codes.append(2)
+        sys.exit(f"error: {error}")
 
 
 def _leave(codes: list[int]) -> None:

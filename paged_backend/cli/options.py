@@ -115,13 +115,18 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def write_all(stream: Any) -> None:
+    """Let a stream show ? for what its encoding cannot write, rather than fail."""
+    if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="replace")
+
+
 class Terminal(Console):
     """A console that leaves in silence when nobody reads it, and shows ? for what its encoding cannot write."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if isinstance(self.file, TextIOWrapper) and self.file.errors in ("strict", "surrogateescape"):
-            self.file.reconfigure(errors="replace")
+        write_all(self.file)
 
     def on_broken_pipe(self) -> None:
         """End the command, as the system would."""

@@ -224,6 +224,22 @@ def test_a_command_that_fails_says_so_with_its_exit_code(tmp_path: Path) -> None
     assert "Traceback" not in result.stderr
 
 
+def test_help_onto_a_full_disk_is_an_error_in_words() -> None:
+    with open("/dev/full", "w") as full:
+        arguments = [sys.executable, "-m", "paged_backend", "--help"]
+        result = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
+def test_help_is_shown_in_an_encoding_that_cannot_write_all_of_it() -> None:
+    arguments = [sys.executable, "-m", "paged_backend", "replay", "--help"]
+    narrow = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "COLUMNS": "60"}
+    result = subprocess.run(arguments, capture_output=True, text=True, env=narrow)
+    assert result.stderr == ""
+    assert "--length-k?" in result.stdout
+    assert result.returncode == 0
+
+
 def test_the_process_leaves_with_its_code_after_all_that_is_called_at_exit() -> None:
     code = (
         "import atexit, sys\n"
