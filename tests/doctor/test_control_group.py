@@ -29,6 +29,7 @@ def test_version_2_takes_the_least_of_the_group_and_those_above(root: Path) -> N
     files = {
         "a__cpu--max": "150000 100000\n",
         "a__b__cpu--max": "max 100000\n",
+        "cpu--max": "400000 100000\n",
         "a__b__memory--max": "2048\n",
         "a__memory--max": "1024\n",
     }
