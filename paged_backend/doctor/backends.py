@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from paged_backend.config import SWAPS
-from paged_backend.doctor.finding import Finding
+from paged_backend.doctor.finding import Finding, State
 from paged_backend.kernels import Backend, backends, cpu
 from paged_backend.kernels.cpu import loader
 from paged_backend.kernels.dispatch import REFERENCE
@@ -47,8 +47,8 @@ def compiler() -> Iterator[Finding]:
         return
     asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S)
     said = (asked.stdout or asked.stderr).strip().splitlines() or ["it says no version"]
-    state = "ok" if asked.returncode == 0 else "problem"
-    yield Finding("compiler", state, f"{path}: {said[0]}")  # type: ignore[arg-type]
+    state: State = "ok" if asked.returncode == 0 else "problem"
+    yield Finding("compiler", state, f"{path}: {said[0]}")
 
 
 def cpu_operations() -> Iterator[Finding]:
