@@ -51,6 +51,7 @@ ROOMS: dict[str, set[str]] = {
     }
     | VALUES,
     "sample_model": {"errors"},
+    "doctor": {"kernels", "policy", "sample_model"} | VALUES,
     # Plugins see what third parties see: the interfaces, and the values passed.
     "plugins": {"block_cost", "checks", "errors", "hookspecs", "outputs", "policies", "stats"},
     # Integrations see public names only, through the face.
@@ -67,6 +68,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "cli": {
         "block_cost",
+        "doctor",
         "engine",
         "face",
         "hookspecs",

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +20,9 @@ except ImportError as error:
 import paged_backend
 from paged_backend.cli.bench import bench
 from paged_backend.cli.chat import chat
+from paged_backend.cli.doctor import doctor
 from paged_backend.cli.generate import generate
-from paged_backend.cli.options import Model, Terminal, Threads, errors_in_words, start
+from paged_backend.cli.options import AsJson, Model, Terminal, Threads, errors_in_words, start, write_all
 from paged_backend.cli.replay import replay
 from paged_backend.cli.study import study
 from paged_backend.cli.tune import tune
@@ -54,20 +56,24 @@ def demo(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Your own prompts: a file with a JSON list of texts."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Answer real prompts through the paged engine and through stock generate, and compare.
 
-    Prints some answers, then speed, time to finish and memory of both. Exits with 1 if any greedy token differs.
+    Prints some answers, then speed, time to finish and memory of both; with --json
+    these go to standard error. Exits with 1 if any greedy token differs.
     """
     texts = _read_prompts(prompts) if prompts else None
-    console = Terminal()
+    console = Terminal(stderr=as_json)
     with errors_in_words():
         folder = start(model, threads, console, {})
         from paged_backend.cli.demo import run_demo
         from paged_backend.cli.prompts import PROMPTS
 
-        agree = run_demo(folder, texts or PROMPTS, max_new_tokens, console)
-    raise typer.Exit(0 if agree else 1)
+        comparison = run_demo(folder, texts or PROMPTS, max_new_tokens, console)
+        if as_json:
+            typer.echo(comparison.to_json())
+    raise typer.Exit(1 if comparison.differences else 0)
 
 
 app.command()(generate)
@@ -76,10 +82,11 @@ app.command()(replay)
 app.command()(bench)
 app.command()(study)
 app.command()(tune)
+app.command()(doctor)
 
 
 @app.command()
-def plugins() -> None:
+def plugins(as_json: AsJson = False) -> None:
     """List the policies that an engine can be given by name, each with the plugin and the distribution it came from.
 
     An installed plugin that is broken, or has a name that another one has, stands there with the reason.
@@ -87,6 +94,9 @@ def plugins() -> None:
     with errors_in_words():
         from paged_backend.policy.plugin_manager import PluginManager
 
+        if as_json:
+            typer.echo(json.dumps([asdict(plugin) for plugin in PluginManager(lists=True).describe()], indent=1))
+            return
         table = Table("kind", *(Column(name, overflow="fold") for name in ("name", "plugin", "distribution")))
         for plugin in PluginManager(lists=True).describe():
             for kind, names in plugin.names.items():
@@ -120,12 +130,18 @@ def run() -> None:
     codes: list[int] = []
     # What is registered first is called last.
     atexit.register(_leave, codes)
+    for stream in (sys.stdout, sys.stderr):
+        write_all(stream)
     try:
         app(prog_name="paged-backend")
     except SystemExit as end:
         if isinstance(end.code, int):
             codes.append(end.code)
         raise
+    except OSError as error:
+        # Of what typer itself prints, such as help onto a full disk.
+        codes.append(2)
+        sys.exit(f"error: {error}")
 
 
 def _leave(codes: list[int]) -> None:

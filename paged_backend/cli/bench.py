@@ -11,7 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from paged_backend.cli.options import EngineFlags, Terminal, Threads, errors_in_words, naming, open_engine, start
+from paged_backend.cli.options import (
+    AsJson,
+    EngineFlags,
+    Terminal,
+    Threads,
+    errors_in_words,
+    naming,
+    open_engine,
+    start,
+)
 from paged_backend.errors import ConfigError
 
 
@@ -58,7 +67,7 @@ def bench(
     ] = "auto",
     threads: Threads = None,
     seed: Annotated[int, typer.Option(help="Where random numbers start.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
+    as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Draw latencies and memory to this image file.")
     ] = None,
@@ -93,7 +102,8 @@ def bench(
 
         if trace is None and "trace" in (lengths, arrivals):
             raise ConfigError("--lengths=trace and --arrivals=trace need --trace FILE")
-        recorded = read_trace(trace) if trace is not None else []
+        with naming(f"the trace {trace} cannot be read"):
+            recorded = read_trace(trace) if trace is not None else []
         traffic = Traffic(requests, lengths, shortest, longest, seed, recorded)
         names = tuple(name.strip() for name in modes.split(","))
         setting = lab.Setting(names, arrivals, batch, window_ms, load, scheduler)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,35 @@ class Run:
     filled_bytes: int
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Where a prompt's tokens part, counted from 0, and by how much stock's best logit leads there."""
+
+    prompt: int
+    token: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both ways of answering; ``differences`` has the prompts whose tokens are not the same."""
+
+    stock: Run
+    paged: Run
+    differences: Sequence[Difference]
+
+    def to_json(self) -> str:
+        """One JSON object with the numbers of both, in seconds and bytes, and the differences."""
+        record = {
+            "num_prompts": len(self.stock.tokens),
+            "agree": not self.differences,
+            "stock": numbers(self.stock),
+            "paged": numbers(self.paged),
+            "differences": [asdict(difference) for difference in self.differences],
+        }
+        return json.dumps(record, indent=1)
+
+
 class Watcher:
     """A plugin that moves a bar, notes when each request finishes, and how much of the cache they fill."""
 
@@ -77,8 +107,8 @@ class Watcher:
         self.finished_at.append(time.perf_counter())
 
 
-def run_demo(model_path: str, prompts: Sequence[str], max_new_tokens: int, console: Console) -> bool:
-    """Answer the prompts both ways and print what came of it; returns whether all tokens agree."""
+def run_demo(model_path: str, prompts: Sequence[str], max_new_tokens: int, console: Console) -> Comparison:
+    """Answer the prompts both ways and print what came of it."""
     with console.status(f"loading {model_path}"):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval().to(device)
@@ -109,17 +139,24 @@ def run_demo(model_path: str, prompts: Sequence[str], max_new_tokens: int, conso
         stock = run_stock(model, inputs, greedy)
 
     console.print(_table(stock, paged))
-    differing = differences(stock.tokens, paged.tokens)
-    for row, position in differing.items():
-        margin = top_two_margin(model, inputs, stock.tokens, row, position)
+    comparison = Comparison(
+        stock,
+        paged,
+        [
+            Difference(row, position, top_two_margin(model, inputs, stock.tokens, row, position))
+            for row, position in differences(stock.tokens, paged.tokens).items()
+        ],
+    )
+    for difference in comparison.differences:
         console.print(
-            f"Prompt {row} differs from new token {position} on, where stock's best logit leads by {margin:.1e}.",
+            f"Prompt {difference.prompt} differs from new token {difference.token} on, where stock's best logit leads "
+            f"by {difference.margin:.1e}.",
             style="red",
             soft_wrap=True,
         )
-    if not differing:
+    if not comparison.differences:
         console.print(f"Every greedy token agrees: {paged.num_tokens} tokens of {len(prompts)} prompts.", style="green")
-    return not differing
+    return comparison
 
 
 def run_paged(model: Any, inputs: Inputs, options: dict[str, Any], watcher: Watcher) -> Run:
@@ -233,14 +270,37 @@ def _table(stock: Run, paged: Run) -> Table:
     for heading in ("stock, padded", "paged", "paged / stock"):
         table.add_column(heading, justify="right")
 
-    def row(name: str, measure: Callable[[Run], float], unit: str) -> None:
-        ours, theirs = measure(paged), measure(stock)
-        table.add_row(name, f"{theirs:.1f} {unit}", f"{ours:.1f} {unit}", f"{ours / theirs:.2f}")
-
-    row("tokens a second", lambda run: run.num_tokens / run.seconds, "/s")
-    row("mean time to finish", lambda run: float(np.mean(run.finish_times)), "s")
-    row("P99 time to finish", lambda run: float(np.percentile(run.finish_times, 99)), "s")
-    row("KV memory reserved", lambda run: run.reserved_bytes / 1e6, "MB")
-    row("of it used at the peak", lambda run: run.filled_bytes / 1e6, "MB")
-    row("share of it used", lambda run: 100 * run.filled_bytes / run.reserved_bytes, "%")
+    theirs, ours = numbers(stock), numbers(paged)
+    for name, key, scale, unit in _ROWS:
+        table.add_row(
+            name,
+            f"{theirs[key] * scale:.1f} {unit}",
+            f"{ours[key] * scale:.1f} {unit}",
+            f"{ours[key] / theirs[key]:.2f}",
+        )
     return table
+
+
+# A row's name, the number in it, and its unit, with how many there are of that.
+_ROWS = (
+    ("tokens a second", "tokens_per_s", 1, "/s"),
+    ("mean time to finish", "finish_mean_s", 1, "s"),
+    ("P99 time to finish", "finish_p99_s", 1, "s"),
+    ("KV memory reserved", "reserved_bytes", 1e-6, "MB"),
+    ("of it used at the peak", "filled_bytes", 1e-6, "MB"),
+    ("share of it used", "filled_share", 100, "%"),
+)
+
+
+def numbers(run: Run) -> dict[str, float]:
+    """What is compared of a run, in seconds, bytes and shares of 1."""
+    return {
+        "num_tokens": run.num_tokens,
+        "seconds": run.seconds,
+        "tokens_per_s": run.num_tokens / run.seconds,
+        "finish_mean_s": float(np.mean(run.finish_times)),
+        "finish_p99_s": float(np.percentile(run.finish_times, 99)),
+        "reserved_bytes": run.reserved_bytes,
+        "filled_bytes": run.filled_bytes,
+        "filled_share": run.filled_bytes / run.reserved_bytes,
+    }

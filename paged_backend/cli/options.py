@@ -36,6 +36,8 @@ Threads = Annotated[
     int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default all that torch takes.")
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
 
 def json_object(text: str) -> dict[str, Any]:
     """The JSON object that a flag's text is; BadParameter for anything else."""
@@ -113,13 +115,18 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def write_all(stream: Any) -> None:
+    """Let a stream show ? for what its encoding cannot write, rather than fail."""
+    if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="replace")
+
+
 class Terminal(Console):
     """A console that leaves in silence when nobody reads it, and shows ? for what its encoding cannot write."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if isinstance(self.file, TextIOWrapper) and self.file.errors in ("strict", "surrogateescape"):
-            self.file.reconfigure(errors="replace")
+        write_all(self.file)
 
     def on_broken_pipe(self) -> None:
         """End the command, as the system would."""

@@ -46,7 +46,10 @@ def replay(
         machine = flags.machine(console)
         if load is not None and rate_scale != 1:
             raise ConfigError(f"--load={load:g} and --rate-scale={rate_scale:g} both set the pace; give one of them")
-        requests = read_trace(trace, limit=flags.limit, rate_scale=rate_scale, clients=flags.clients, seed=flags.seed)
+        with naming(f"the trace {trace} cannot be read"):
+            requests = read_trace(
+                trace, limit=flags.limit, rate_scale=rate_scale, clients=flags.clients, seed=flags.seed
+            )
         results = []
         with Terminal(stderr=True).status("replaying") as status:
             compared = flags.policies()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from paged_backend.cli.options import json_object, naming, start
+from paged_backend.cli.options import AsJson, json_object, naming, start
 from paged_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ReplayFlags:
     ] = "oracle"
     clients: Annotated[int, typer.Option(min=0, help="Share requests of no client out among so many, at random.")] = 0
     seed: Annotated[int, typer.Option(help="Where random numbers start.")] = 0
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False
+    as_json: AsJson = False
 
     def machine(self, console: Console) -> Machine:
         """What requests run on, whose step costs are written down if they are to be."""

@@ -44,7 +44,8 @@ def study(
 
         machine, policies = flags.machine(console), flags.policies()
         deadlines = [] if deadline is None else names("--deadline", deadline)
-        requests = read_trace(trace, limit=flags.limit, clients=flags.clients, seed=flags.seed)
+        with naming(f"the trace {trace} cannot be read"):
+            requests = read_trace(trace, limit=flags.limit, clients=flags.clients, seed=flags.seed)
         with Terminal(stderr=True).status("replaying") as status:
             points = lab.study(
                 requests,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paged_backend.cli.options import EngineFlags, Terminal, Threads, errors_in_words, naming, open_engine
+from paged_backend.cli.options import AsJson, EngineFlags, Terminal, Threads, errors_in_words, naming, open_engine
 from paged_backend.config import MAX_NUM_SEQS, EngineConfig
 from paged_backend.errors import ConfigError
 
@@ -62,10 +62,12 @@ def tune(
     ] = "auto",
     kv_dtype: Annotated[
         str,
-        typer.Option(help="How keys and values are stored: auto (as the model's), float16, bfloat16, int8 or fp8."),
+        typer.Option(
+            help="How keys and values are stored: auto (as the model's), float32, float16, bfloat16, int8 or fp8."
+        ),
     ] = "auto",
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
+    as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Draw memory overhead against latency to this image file.")
     ] = None,
@@ -94,7 +96,8 @@ def tune(
             if value is not None and there is None:
                 raise ConfigError(f"{flag}={value} goes with {needs}; give that too, or leave it out")
         EngineConfig(kv_dtype=kv_dtype)
-        requests = [] if trace is None else read_trace(trace, limit=limit)
+        with naming(f"the trace {trace} cannot be read"):
+            requests = [] if trace is None else read_trace(trace, limit=limit)
         flags = EngineFlags(model=model, attention_backend=attention_backend, threads=threads)
         quiet = Terminal(stderr=True)
         # The modules around attention are not timed, so they need no faster equals.

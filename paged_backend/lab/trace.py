@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,13 @@ def read_trace(
     Raises ConfigError that names file, line, value and what is allowed; OSError for what cannot be read.
     """
     rate_scale = checked_amount("rate_scale", rate_scale, positive=True)
+    limit = None if limit is None else checked_int("limit", limit, 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             requests = sorted(_parsed(path, file), key=lambda request: request.arrival)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is no UTF-8 text ({error}); a trace is {_FORMS}") from error
-    requests = list(islice(requests, limit))
+    requests = requests[:limit]
     if not requests:
         raise ConfigError(f"{path} holds no request; a trace is {_FORMS}")
     draw, first = random.Random(seed), requests[0].arrival

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from paged_backend.cli.app import app
@@ -58,6 +60,30 @@ def test_help_names_every_command() -> None:
         assert f" {name} " in result.output
 
 
+@pytest.mark.parametrize("command", [command.callback.__name__ for command in app.registered_commands])
+def test_help_says_something_of_a_command_and_of_every_flag_it_has(command: str) -> None:
+    found = typer.main.get_command(app).commands[command]
+    assert found.help
+    assert [parameter.name for parameter in found.params if not getattr(parameter, "help", None)] == []
+    output = invoke(command, "--help").output
+    assert all(option in output for parameter in found.params for option in parameter.opts)
+
+
+def test_a_shell_is_told_how_a_word_can_go_on() -> None:
+    """As bash asks, by the name that the command has after it is installed."""
+    words = {"COMP_WORDS": "paged-backend do", "COMP_CWORD": "1", "_PAGED_BACKEND_COMPLETE": "complete_bash"}
+    result = subprocess.run(
+        [sys.executable, "-m", "paged_backend"], capture_output=True, text=True, env={**os.environ, **words}
+    )
+    assert result.stdout.split() == ["doctor"]
+
+
+def test_completion_can_be_shown_and_installed() -> None:
+    output = invoke("--help").output
+    assert "--install-completion" in output
+    assert "--show-completion" in output
+
+
 def test_without_a_command_help_is_shown() -> None:
     assert "Usage" in invoke().output
 
@@ -82,6 +108,18 @@ def test_plugins_names_the_distribution_of_an_installed_plugin(tmp_path: Path, m
         "backwards-plugin",
         "backwards-policies 1.2",
     ]
+
+
+def test_plugins_as_json_are_those_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_distribution(tmp_path, monkeypatch, PLUGIN)
+    told = json.loads(invoke("plugins", "--json").stdout)
+    by_name = {plugin["name"]: plugin for plugin in told}
+    assert by_name["backwards-plugin"]["names"]["scheduler"] == ["backwards"]
+    assert by_name["backwards-plugin"]["source"] == "backwards-policies 1.2"
+    assert by_name["backwards-plugin"]["error"] is None
+    manager = PluginManager(load_entry_points=False)
+    for kind in KINDS:
+        assert set(manager.names(kind)) <= {name for plugin in told for name in plugin["names"][kind]}
 
 
 def test_plugins_shows_which_hooks_a_plugin_without_policies_has(
@@ -184,6 +222,22 @@ def test_a_command_that_fails_says_so_with_its_exit_code(tmp_path: Path) -> None
     assert result.returncode == 2
     assert "nothing.txt" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_help_onto_a_full_disk_is_an_error_in_words() -> None:
+    with open("/dev/full", "w") as full:
+        arguments = [sys.executable, "-m", "paged_backend", "--help"]
+        result = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
+def test_help_is_shown_in_an_encoding_that_cannot_write_all_of_it() -> None:
+    arguments = [sys.executable, "-m", "paged_backend", "replay", "--help"]
+    narrow = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "COLUMNS": "60"}
+    result = subprocess.run(arguments, capture_output=True, text=True, env=narrow)
+    assert result.stderr == ""
+    assert "--length-k?" in result.stdout
+    assert result.returncode == 0
 
 
 def test_the_process_leaves_with_its_code_after_all_that_is_called_at_exit() -> None:

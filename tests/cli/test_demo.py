@@ -70,6 +70,19 @@ def test_the_command_prints_answers_and_a_comparison_and_succeeds(folder: Path, 
         assert re.search(rf"{name} +│ +[\d.]+ \S+ +│ +[\d.]+ \S+ +│ +[\d.]+ │", result.output), name
 
 
+def test_json_holds_the_numbers_of_both_and_leaves_the_words_to_standard_error(folder: Path, tmp_path: Path) -> None:
+    result = run_command(folder, tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert (told["num_prompts"], told["agree"], told["differences"]) == (3, True, [])
+    assert told["stock"].keys() == told["paged"].keys()
+    assert told["stock"]["num_tokens"] == told["paged"]["num_tokens"] > 0
+    for numbers in (told["stock"], told["paged"]):
+        assert numbers["tokens_per_s"] == pytest.approx(numbers["num_tokens"] / numbers["seconds"])
+        assert numbers["filled_share"] == pytest.approx(numbers["filled_bytes"] / numbers["reserved_bytes"])
+    assert "Every greedy token agrees" in result.stderr
+
+
 def test_a_token_that_differs_is_told_with_its_margin_and_fails_the_command(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +97,10 @@ def test_a_token_that_differs_is_told_with_its_margin_and_fails_the_command(
     monkeypatch.setattr(demo, "run_paged", with_a_wrong_token)
     result = run_command(folder, tmp_path)
     assert result.exit_code == 1
+    told = json.loads(run_command(folder, tmp_path, "--json").stdout)
+    assert not told["agree"]
+    assert [(each["prompt"], each["token"]) for each in told["differences"]] == [(1, 3)]
+    assert told["differences"][0]["margin"] > 0
     assert re.search(
         r"Prompt 1 differs from new token 3 on, where stock's best logit leads by \d\.\de[-+]\d\d", result.output
     )

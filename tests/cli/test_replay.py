@@ -100,3 +100,9 @@ def test_what_cannot_be_is_said_in_words(trace: str, flags: tuple[str, ...], wha
     result = invoke(trace, *SMALL, *flags)
     assert result.exit_code == 2
     assert what in result.output
+
+
+def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = invoke(str(tmp_path / "nothing.csv"))
+    assert result.exit_code == 2
+    assert f"error: the trace {tmp_path / 'nothing.csv'} cannot be read: No such file or directory" in result.output

@@ -116,3 +116,9 @@ def test_what_cannot_be_is_said_in_words(
     result = invoke(folder, *flags)
     assert result.exit_code == 2
     assert what in result.output
+
+
+def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = invoke("--trace", str(tmp_path / "nothing.csv"))
+    assert result.exit_code == 2
+    assert f"error: the trace {tmp_path / 'nothing.csv'} cannot be read: No such file or directory" in result.output

@@ -81,6 +81,9 @@ def test_own_lines_tell_all_of_a_request(tmp_path: Path) -> None:
 def test_a_trace_can_be_cut_short_and_sped_up(tmp_path: Path) -> None:
     requests = read_trace(written(tmp_path, AZURE), limit=2, rate_scale=4.0)
     assert [request.arrival for request in requests] == [0.0, pytest.approx(0.5)]
+    assert len(read_trace(written(tmp_path, AZURE), limit=10**30)) == len(read_trace(written(tmp_path, AZURE)))
+    with pytest.raises(ConfigError, match="limit must be an int of at least 1, got -1"):
+        read_trace(written(tmp_path, AZURE), limit=-1)
 
 
 def test_clients_are_drawn_from_a_seed_for_requests_that_name_none(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 
 _SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "rows.cpp", "state.cpp")
 _HEADERS = ("attention.h", "product.h", "rows.h", "state.h", "vec.h")
+_FOLDER = Path(__file__).parent
 _FLAGS = ("-O3", "-fopenmp", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -94,15 +95,7 @@ def level() -> str:
 @functools.cache
 def load(level: str) -> Any:
     """The operations compiled for one of LEVELS, which this processor must know."""
-    namespace = f"paged_backend_{level}"
-    flags = (*_FLAGS, *LEVELS[level], f"-DPAGED_LIBRARY={namespace}")
-    folder = Path(__file__).parent
-    digest = hashlib.sha256("\0".join([torch.__version__, platform.machine(), *flags]).encode())
-    for name in (*_SOURCES, *_HEADERS):
-        digest.update((folder / name).read_bytes())
-    name = f"{namespace}_{digest.hexdigest()[:16]}"
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    path = Path(cache) / name / f"{name}.so"
+    path = library_path(level)
     with _building:
         if not path.exists():
             try:
@@ -110,20 +103,44 @@ def load(level: str) -> Any:
                 lock = (path.parent / "lock").open("w")
             except OSError as error:
                 raise OSError(
-                    f"they cannot be kept in {cache} ({error}); name another folder in TORCH_EXTENSIONS_DIR"
+                    f"they cannot be kept in {path.parents[1]} ({error}); name another folder in TORCH_EXTENSIONS_DIR"
                 ) from error
             with _locked(lock):
                 if not path.exists():
-                    _compile(name, [str(folder / source) for source in _SOURCES], flags, path)
+                    _compile(path.stem, [str(_FOLDER / source) for source in _SOURCES], _flags(level), path)
         torch.ops.load_library(str(path))
-    return getattr(torch.ops, namespace)
+    return getattr(torch.ops, _namespace(level))
+
+
+def library_path(level: str) -> Path:
+    """Where the operations compiled for one of LEVELS are kept, whether they are there yet or not."""
+    digest = hashlib.sha256("\0".join([torch.__version__, platform.machine(), *_flags(level)]).encode())
+    for name in (*_SOURCES, *_HEADERS):
+        digest.update((_FOLDER / name).read_bytes())
+    name = f"{_namespace(level)}_{digest.hexdigest()[:16]}"
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    return Path(cache) / name / f"{name}.so"
+
+
+def compiler() -> str:
+    """The name of the C++ compiler, or its path: CXX, or c++."""
+    return os.environ.get("CXX", "c++")
+
+
+def _namespace(level: str) -> str:
+    return f"paged_backend_{level}"
+
+
+def _flags(level: str) -> tuple[str, ...]:
+    return (*_FLAGS, *LEVELS[level], f"-DPAGED_LIBRARY={_namespace(level)}")
 
 
 def _compile(name: str, sources: list[str], flags: tuple[str, ...], path: Path) -> None:
     """Compile aside and move into place, so that a path that exists is a library that is whole."""
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        raise FileNotFoundError(f"{compiler} is not found; install a C++ compiler, for instance with `apt install g++`")
+    if shutil.which(compiler()) is None:
+        raise FileNotFoundError(
+            f"{compiler()} is not found; install a C++ compiler, for instance with `apt install g++`"
+        )
     # Takes a second to import, and only the first process of a machine needs it.
     from torch.utils import cpp_extension
 
