@@ -14,6 +14,8 @@ from paged_backend.doctor.examination import examine, impersonal
 from paged_backend.doctor.finding import Finding
 from paged_backend.errors import PluginError
 
+HOME = "/homes/ann"
+
 
 def fine() -> Iterator[Finding]:
     yield Finding("fine", "ok", f"kept in {os.path.expanduser('~')}/.cache")
@@ -56,10 +58,10 @@ def test_the_kernels_come_last_and_can_be_left_out(found: dict[str, list[Finding
 
 
 def test_homes_and_names_of_users_are_left_out_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setenv("HOME", HOME)
     monkeypatch.setattr(getpass, "getuser", lambda: "ann")
-    assert impersonal("/home/ann/x, '/home/ann', /home/anne/x") == "~/x, '~', /home/anne/x"
-    assert impersonal("/scratch/ann/x, /mnt/home/ann, annual") == "/scratch/USER/x, /mnt/home/USER, annual"
+    assert impersonal(f"{HOME}/x, '{HOME}', {HOME}e/x") == f"~/x, '~', {HOME}e/x"
+    assert impersonal(f"/scratch/ann/x, /mnt{HOME}, annual") == "/scratch/USER/x, /mnt/homes/USER, annual"
 
 
 def test_a_user_without_a_name_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

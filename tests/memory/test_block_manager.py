@@ -218,18 +218,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 _, *content = self.states[node.snapshot]
                 assert content == self.tokens_of(node)
 
-    @invariant()
-    def searches_find_what_looking_at_every_block_finds(self) -> None:
-        for request in getattr(self, "waiting", ()):
-            manager, size = self.manager, self.manager.block_size
-            path = manager.tree.match(request.token_ids, request.cache_salt, (request.num_tokens - 1) // size)
-            assert request.num_known_tokens == len(path) * size
-            match = manager.match_prefix(request)
-            assert match.num_tokens == max(self.served(path), default=0) * size
-            for g, (group, pool) in enumerate(zip(manager.groups, manager.pools, strict=True)):
-                seen = path[group.rule.first_visible(match.num_tokens) // size : match.node.depth]
-                taken = sum(not pool.is_available(node.blocks[g]) for node in seen)
-                assert manager._num_taken(match.node, g) == taken
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def searches_find_what_looking_at_every_block_finds(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        manager, size = self.manager, self.manager.block_size
+        path = manager.tree.match(request.token_ids, request.cache_salt, (request.num_tokens - 1) // size)
+        assert request.num_known_tokens == len(path) * size
+        match = manager.match_prefix(request)
+        assert match.num_tokens == max(self.served(path), default=0) * size
+        for g, (group, pool) in enumerate(zip(manager.groups, manager.pools, strict=True)):
+            seen = path[group.rule.first_visible(match.num_tokens) // size : match.node.depth]
+            taken = sum(not pool.is_available(node.blocks[g]) for node in seen)
+            assert manager._num_taken(match.node, g) == taken
 
     def served(self, path: list[PrefixNode]) -> Iterator[int]:
         """The lengths in blocks at which every group has what it sees, and the state is there if there is one."""

@@ -13,7 +13,20 @@ from paged_backend import hookimpl
 from paged_backend.integrations.langchain import ChatPaged, PagedLLM, engines
 
 # What differs in plumbing alone runs on the scripted model; real weights take seconds for each.
-_PLUMBING = ("_async", "test_structured_output_pydantic_2_v1", "test_structured_output_optional_param", "[model1]")
+_PLUMBING = (
+    "_async",
+    "[model1]",
+    "test_bind_runnables_as_tools",
+    "test_structured_few_shot_examples",
+    "test_structured_output[pydantic]",
+    "test_structured_output[typeddict]",
+    "test_structured_output_optional_param",
+    "test_structured_output_pydantic_2_v1",
+    "test_tool_calling_with_no_arguments",
+    "test_tool_message_",
+    "test_unicode_tool_call",
+    "test_usage_metadata_streaming",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
