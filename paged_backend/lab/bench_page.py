@@ -40,7 +40,8 @@ def page(bench: Bench, title: str, about: Sequence[str]) -> str:
     end = max(measured.arriving.seconds for measured in bench.measured)
     most = max(moment.allocated for measured in bench.measured for moment in measured.saturated.memory)
     parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in about), _table(bench)]
-    parts += [f"<p>{escape(line)}</p>" for line in definitions(bench).splitlines()]
+    meaning = definitions(bench).replace("In brackets", "In small print")
+    parts += [f"<p>{escape(line)}</p>" for line in meaning.splitlines()]
     parts.append("<h2>Latency</h2><p>The share of requests that were answered within so many seconds.</p>")
     parts.append(_key((measured.mode.text, colours[id(measured)]) for measured in bench.measured))
     parts.append(_curves([(_shares(latencies(m.arriving)), colours[id(m)]) for m in bench.measured], "s"))
