@@ -99,9 +99,14 @@ def bench(
         from paged_backend.lab import bench as lab
         from paged_backend.lab.trace import read_trace
         from paged_backend.lab.traffic import Traffic
+        from paged_backend.policy.plugin_manager import PluginManager
 
         if trace is None and "trace" in (lengths, arrivals):
             raise ConfigError("--lengths=trace and --arrivals=trace need --trace FILE")
+        if trace is not None and "trace" not in (lengths, arrivals):
+            raise ConfigError("--trace is used by --lengths=trace and --arrivals=trace; give one of them")
+        for target in (plot, html):
+            _check_target(target)
         with naming(f"the trace {trace} cannot be read"):
             recorded = read_trace(trace) if trace is not None else []
         traffic = Traffic(requests, lengths, shortest, longest, seed, recorded)
@@ -109,10 +114,21 @@ def bench(
         setting = lab.Setting(names, arrivals, batch, window_ms, load, scheduler)
         if study not in ("batching", "memory"):
             raise ConfigError(f"--study={study} is unknown; choose from batching, memory")
+        # A misspelt policy is told before anything has run.
+        PluginManager().scheduler(scheduler, {})
         if study == "memory":
-            if html is not None:
-                raise ConfigError("--study=memory writes no page; leave out --html")
-            _study_memory(model, simulate, traffic.scaled(scale or 1.0), batch, as_json, plot, console)
+            unused = {
+                "html": html,
+                "arrivals": arrivals != "poisson",
+                "load": load != 1,
+                "scheduler": scheduler != "fifo",
+            }
+            unused |= {"modes": len(names) != len(lab.MODES), "window-ms": window_ms != 200}
+            if given := [f"--{name}" for name, value in unused.items() if value]:
+                raise ConfigError(f"--study=memory has no use for {', '.join(given)}; leave them out")
+            _study_memory(
+                model, simulate, traffic.scaled(1.0 if scale is None else scale), batch, as_json, plot, console
+            )
             return
         if simulate is None:
             folder = start(model, threads, console, {})
@@ -122,7 +138,9 @@ def bench(
             if model is not None or threads is not None or dtype != "auto":
                 raise ConfigError("--simulate runs no model; leave out MODEL, --threads and --dtype")
             name = simulate
-            result, about = _simulated(simulate, traffic.scaled(scale or 1.0), setting, recorded, console)
+            result, about = _simulated(
+                simulate, traffic.scaled(1.0 if scale is None else scale), setting, recorded, console
+            )
         _show(name, result, about, as_json, plot, html, console)
 
 
@@ -227,7 +245,15 @@ def _requests(result: Any) -> str:
     return f"{_drawn(result.traffic)}, random prompts, greedy"
 
 
+def _check_target(path: Path | None) -> None:
+    """Raise ConfigError before anything has run for a file that could not be written afterwards."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
 def _drawn(traffic: Any) -> str:
+    if traffic.lengths == "trace":
+        return f"{traffic.num_requests} requests of the trace's lengths, cut to {traffic.longest} tokens"
     return (
         f"{traffic.num_requests} requests of {traffic.shortest} to {traffic.longest} tokens, prompt and output "
         f"together ({traffic.lengths}, seed {traffic.seed})"

@@ -149,7 +149,7 @@ def bench(
     requests = traffic.draw(model.config.get_text_config().vocab_size)
     ceiling, cost = flops_ceiling({torch.float32, model.dtype}, model.device), TokenCost.of_model(model)
     at_once = arriving(requests, "at-once", 0.0)
-    memory = _memory_for(model, requests, setting.batch) if any(mode.scheduler for mode in modes) else 0
+    memory = _memory_for(model, requests, setting.batch) if any(mode.scheduler for mode in modes) else {}
     rate, due = 0.0, at_once
     measured = []
     for mode in modes:
@@ -171,7 +171,7 @@ Serve = Callable[[Sequence[TraceRequest], Callable[[int], None]], Run]
 
 
 def _server(
-    model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: int, setting: Setting
+    model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: Mapping[str, int], setting: Setting
 ) -> AbstractContextManager[Serve]:
     """What serves requests in one mode, warmed up."""
     window_s = setting.window_ms / 1000 if mode.window else None
@@ -188,7 +188,9 @@ def _server(
 class _EngineServer(AbstractContextManager[Serve]):
     """An engine for one mode, open as long as it is served by."""
 
-    def __init__(self, model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: int, setting: Setting) -> None:
+    def __init__(
+        self, model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: Mapping[str, int], setting: Setting
+    ) -> None:
         self._model, self._mode, self._requests = model, mode, requests
         self._memory, self._setting = memory, setting
 
@@ -203,8 +205,8 @@ class _EngineServer(AbstractContextManager[Serve]):
             "scheduler": mode.scheduler if mode.together else setting.scheduler,
             "scheduler_options": options,
             "max_num_seqs": setting.batch,
-            "kv_cache_memory": self._memory,
             "enable_prefix_caching": False,
+            **self._memory,
         }
         self._engine = Engine(self._model, **{**chosen, **setting.engine})
         _warm_up(self._serve, self._requests)
@@ -217,17 +219,20 @@ class _EngineServer(AbstractContextManager[Serve]):
         self._engine.close()
 
 
-def _memory_for(model: Any, requests: Sequence[TraceRequest], batch: int) -> int:
-    """Bytes for POOL_SHARE of what the longest requests take that could run at once, at least for the longest."""
+def _memory_for(model: Any, requests: Sequence[TraceRequest], batch: int) -> dict[str, int]:
+    """The option of engines for POOL_SHARE of what the longest requests take that could run at once, at least for the
+    longest. Models with recurrent state, which lies in the same memory, have the engine's own default."""
     from paged_backend.engine.engine import Engine
 
     with Engine(model, max_num_seqs=batch, kv_cache_memory="64MiB") as engine:
         stats = engine.stats()
-    size = stats.groups[0].block_size if stats.groups else 1
+    if stats.states is not None or not stats.groups:
+        return {}
+    size = stats.groups[0].block_size
     lengths = sorted((len(request.prompt) + request.output_length for request in requests), reverse=True)
     slots = [-(-length // size) * size for length in lengths]
     most = max(POOL_SHARE * sum(slots[:batch]), slots[0] + 2 * size)
-    return int(most * sum(group.bytes_per_token for group in stats.groups))
+    return {"kv_cache_memory": int(most * sum(group.bytes_per_token for group in stats.groups))}
 
 
 def _warm_up(serve: Serve, requests: Sequence[TraceRequest]) -> None:

@@ -47,11 +47,11 @@ def ratios(values: tuple[float, ...] | list[float]) -> list[float]:
 
 
 def verdict(claimed: list[float], here: list[float]) -> str:
-    """Whether the ratios found agree with those claimed, in a word."""
-    if all(found >= said / AGREES for said, found in zip(claimed, here, strict=True)):
-        beyond = all(found > said * AGREES for said, found in zip(claimed, here, strict=True))
-        return "more" if beyond else "agrees"
-    return "less"
+    """Of each ratio whether what was found is less than claimed, agrees or is more."""
+    words = []
+    for said, found in zip(claimed, here, strict=True):
+        words.append("less" if found < said / AGREES else "more" if found > said * AGREES else "agrees")
+    return ", ".join(words)
 
 
 def can_compare(bench: Bench) -> bool:

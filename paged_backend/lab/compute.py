@@ -43,8 +43,10 @@ class TokenCost:
                 if isinstance(module, torch.nn.Embedding) or parameter.dim() < 2:
                     continue
                 weights += parameter.numel() * (used / experts if parameter.dim() == 3 else 1.0)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(2 * weights, 4.0 * config.num_hidden_layers * config.num_attention_heads * dim)
+        # A model may have no attention at all.
+        heads = getattr(config, "num_attention_heads", None) or 0
+        dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        return cls(2 * weights, 4.0 * config.num_hidden_layers * heads * dim)
 
 
 def flops_ceiling(dtypes: Iterable[Any], device: Any) -> float:

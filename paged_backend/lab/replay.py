@@ -14,7 +14,7 @@ from paged_backend.config import MAX_BLOCK_SIZE, MAX_NUM_SEQS, MAX_TOKENS
 from paged_backend.errors import ConfigError
 from paged_backend.lab.service_gap import OUTPUT_COST, PROMPT_COST, ServiceGap, clients_of
 from paged_backend.lab.step_cost import StepCost
-from paged_backend.lab.trace import TraceRequest
+from paged_backend.lab.trace import TraceRequest, checked_time
 from paged_backend.lab.usage import Usage
 from paged_backend.lab.virtual_engine import VirtualEngine
 from paged_backend.lab.yardsticks import Yardsticks
@@ -130,7 +130,8 @@ def at_loads(trace: Sequence[TraceRequest], machine: Machine, loads: Sequence[fl
         raise ConfigError("the trace's requests arrive all at once, so that no load can be made of them")
     capacity_s = replay([replace(request, arrival=0.0) for request in trace], machine).seconds
     return [
-        [replace(request, arrival=request.arrival * capacity_s / load / span) for request in trace] for load in loads
+        [replace(request, arrival=checked_time(request.arrival * capacity_s / load / span)) for request in trace]
+        for load in loads
     ]
 
 

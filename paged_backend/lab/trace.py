@@ -46,6 +46,19 @@ class TraceRequest:
     cache_salt: str | None = None
 
 
+# Seconds; a trace that takes longer has no use, and its times lose their fractions.
+LATEST = 1e12
+
+
+def checked_time(arrival: float) -> float:
+    """``arrival`` in seconds. Raises ConfigError for what is too far away, as a very low load or rate makes it."""
+    if not arrival <= LATEST:
+        raise ConfigError(
+            f"a request would arrive after {arrival:g} s, later than {LATEST:g}; give a higher load or rate"
+        )
+    return arrival
+
+
 def read_trace(
     path: Path, *, limit: int | None = None, rate_scale: float = 1.0, clients: int = 0, seed: int = 0
 ) -> list[TraceRequest]:
@@ -71,7 +84,7 @@ def read_trace(
     return [
         replace(
             request,
-            arrival=(request.arrival - first) / rate_scale,
+            arrival=checked_time((request.arrival - first) / rate_scale),
             client_id=f"client {draw.randrange(clients)}" if clients and not request.client_id else request.client_id,
         )
         for request in requests

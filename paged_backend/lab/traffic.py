@@ -10,7 +10,7 @@ from itertools import cycle, islice
 
 from paged_backend.checks import checked_amount, checked_int, describe
 from paged_backend.errors import ConfigError
-from paged_backend.lab.trace import TraceRequest
+from paged_backend.lab.trace import TraceRequest, checked_time
 
 ARRIVALS = ("poisson", "bursts", "at-once", "trace")
 LENGTHS = ("uniform", "heavy", "short", "trace")
@@ -19,6 +19,7 @@ BURST = 8
 # Of traffic that is mostly short, this share is, and a short request is at most so long, of the longest.
 SHORT_SHARE, SHORT_LENGTH = 0.7, 1 / 8
 MAX_REQUESTS = 1_000_000
+MAX_LENGTH = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Traffic:
     def __post_init__(self) -> None:
         checked_int("num_requests", self.num_requests, 1, MAX_REQUESTS)
         checked_int("shortest", self.shortest, 4)
-        checked_int("longest", self.longest, self.shortest)
+        checked_int("longest", self.longest, self.shortest, MAX_LENGTH)
         _check_known("lengths", self.lengths, LENGTHS)
         if self.lengths == "trace" and not self.trace:
             raise ConfigError("lengths='trace' needs a trace to take them from")
@@ -61,8 +62,8 @@ class Traffic:
     def scaled(self, scale: float) -> Traffic:
         """The same with lengths of ``scale`` times as many tokens."""
         checked_amount("scale", scale, positive=True)
-        shortest = max(4, round(self.shortest * scale))
-        return replace(self, shortest=shortest, longest=max(shortest, round(self.longest * scale)))
+        shortest, longest = (round(min(length * scale, MAX_LENGTH + 1)) for length in (self.shortest, self.longest))
+        return replace(self, shortest=max(4, shortest), longest=max(4, longest))
 
     def is_short(self, request: TraceRequest) -> bool:
         """Whether a request is one of the short ones of traffic that is mostly short."""
@@ -122,7 +123,7 @@ def arriving(
         while len(times) < len(requests):
             times += [now] * size
             now += rng.expovariate(rate / size)
-    return [replace(request, arrival=time) for request, time in zip(requests, times, strict=False)]
+    return [replace(request, arrival=checked_time(time)) for request, time in zip(requests, times, strict=False)]
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from recurrent_models import make_recurrent
 from tiny_models import make_tiny
 
 from paged_backend.errors import ConfigError
@@ -106,3 +107,12 @@ def test_requests_longer_than_the_model_reaches_are_told(model):
 def test_settings_that_cannot_be_are_told(options, told):
     with pytest.raises(ConfigError, match=told):
         Setting(**options)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_models_with_recurrent_state_have_memory_for_their_states(name, monkeypatch):
+    monkeypatch.setattr("paged_backend.lab.compute._SIZES", (64,))
+    monkeypatch.setattr("paged_backend.lab.compute._TIMED_S", 0.01)
+    traffic, setting = Traffic(3, shortest=8, longest=24), Setting(("continuous",), batch=2)
+    result = bench(make_recurrent(name), traffic, setting, scale=1.0)
+    assert len(result.measured[0].arriving.outcomes) == 3

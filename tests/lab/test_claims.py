@@ -19,6 +19,6 @@ def test_claims_stand_beside_what_came_out(simulated):
 
 
 def test_verdicts_compare_ratios():
-    assert claims.verdict([3.4, 2.2], [3.4, 2.2]) == "agrees"
-    assert claims.verdict([3.4, 2.2], [3.0, 1.2]) == "less"
-    assert claims.verdict([3.4, 2.2], [9.0, 8.0]) == "more"
+    assert claims.verdict([3.4, 2.2], [3.4, 2.0]) == "agrees, agrees"
+    assert claims.verdict([3.4, 2.2], [3.0, 1.2]) == "agrees, less"
+    assert claims.verdict([3.4, 2.2], [3.3, 3.3]) == "agrees, more"
