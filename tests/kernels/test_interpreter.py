@@ -19,8 +19,19 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-# They are about C++ alone.
-LEFT_OUT = ("arena", "cpu_threads", "loader", "operations", "packed_linear")
+# They are about C++ alone, or run no kernel.
+LEFT_OUT = (
+    "arena",
+    "bench_policies",
+    "bench_step",
+    "bench_streaming",
+    "cpu_threads",
+    "loader",
+    "operations",
+    "packed_linear",
+    "peers",
+    "shapes",
+)
 
 
 @pytest.mark.slow
