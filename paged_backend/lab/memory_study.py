@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from paged_backend.lab.figure import new_figure, save
 from paged_backend.lab.open_loop import serve
-from paged_backend.lab.padded import PaddedServer
+from paged_backend.lab.padded import PaddedServer, VirtualClock
 from paged_backend.lab.run import KVMoment, Run
 from paged_backend.lab.simulation import VirtualServer
-from paged_backend.lab.step_cost import PRESETS, StepCost
+from paged_backend.lab.step_cost import PRESETS
 from paged_backend.lab.trace import TraceRequest
 from paged_backend.lab.virtual_engine import VirtualEngine
 from paged_backend.policy.plugin_manager import PluginManager
@@ -111,7 +111,7 @@ def _preallocated(requests: Sequence[TraceRequest], run: Run, batch: int, longes
 
 def _padded(requests: Sequence[TraceRequest], batch: int, budget: int) -> Layout:
     """A batch's rows are as wide as its longest."""
-    clock = _Steps(_COST)
+    clock = VirtualClock(_steps_of)
     run = PaddedServer(clock.execute, clock.read, clock.set_forward, batch=batch).run(requests)
     largest = _largest_padded(requests, budget)
     return _layout("padded", run.memory, largest, "runs out of memory, and the batch is lost")
@@ -143,26 +143,11 @@ def _layout(name: str, memory: Sequence[KVMoment], largest_batch: int, at_exhaus
     )
 
 
-class _Steps:
-    """The time of padded batches, each of whose steps takes what its rows take."""
-
-    def __init__(self, cost: StepCost) -> None:
-        self._cost = cost
-        self._now = 0.0
-
-    def read(self) -> float:
-        return self._now
-
-    def set_forward(self, moment: float) -> None:
-        self._now = max(self._now, moment)
-
-    def execute(self, batch: Sequence[TraceRequest]) -> list[float]:
-        width = max(len(request.prompt) for request in batch)
-        times = [self._now, self._now + self._cost.seconds(0, len(batch) * width)]
-        for _ in range(max(request.output_length for request in batch) - 1):
-            times.append(times[-1] + self._cost.seconds(len(batch), 0))
-        self._now = times[-1]
-        return times
+def _steps_of(batch: Sequence[TraceRequest]) -> list[float]:
+    """Seconds of each step of a padded batch, each of which takes what its rows take."""
+    width = max(len(request.prompt) for request in batch)
+    num_decodes = max(request.output_length for request in batch) - 1
+    return [_COST.seconds(0, len(batch) * width)] + [_COST.seconds(len(batch), 0)] * num_decodes
 
 
 def to_json(result: MemoryStudy, about: dict[str, Any]) -> str:

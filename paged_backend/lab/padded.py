@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -84,6 +85,28 @@ class PaddedServer:
             return None
         closes_at = waiting[0][1].arrival + self._window_s
         return None if now >= closes_at else min(closes_at, next_arrival)
+
+
+class VirtualClock:
+    """The time of padded batches that nobody runs. steps_of: seconds of each step of a batch."""
+
+    def __init__(self, steps_of: Callable[[Sequence[TraceRequest]], Sequence[float]]) -> None:
+        self._steps_of = steps_of
+        self._now = 0.0
+
+    def read(self) -> float:
+        """The time, in seconds."""
+        return self._now
+
+    def set_forward(self, moment: float) -> None:
+        """Let time pass."""
+        self._now = max(self._now, moment)
+
+    def execute(self, batch: Sequence[TraceRequest]) -> list[float]:
+        """Let the time of a batch pass; what PaddedServer wants to hear of it."""
+        times = list(itertools.accumulate(self._steps_of(batch), initial=self._now))
+        self._now = times[-1]
+        return times
 
 
 def memory_of(batch: Sequence[TraceRequest], times: Sequence[float]) -> list[KVMoment]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paged_backend.lab.bench import MODES, Bench, Measured, Mode, Setting
 from paged_backend.lab.open_loop import serve
-from paged_backend.lab.padded import PaddedServer
+from paged_backend.lab.padded import PaddedServer, VirtualClock
 from paged_backend.lab.roofline import Roofline
 from paged_backend.lab.run import Run
 from paged_backend.lab.trace import TraceRequest
@@ -52,7 +52,7 @@ def simulate(
 def _run(roofline: Roofline, mode: Mode, trace: Sequence[TraceRequest], setting: Setting) -> Run:
     window_s = setting.window_ms / 1000 if mode.window else None
     if mode.scheduler is None:
-        clock = _Clock(roofline)
+        clock = VirtualClock(roofline.of_batch)
         return PaddedServer(clock.execute, clock.read, clock.set_forward, batch=setting.batch, window_s=window_s).run(
             trace
         )
@@ -71,25 +71,6 @@ def _run(roofline: Roofline, mode: Mode, trace: Sequence[TraceRequest], setting:
         enable_prefix_caching=False,
     )
     return serve(VirtualServer(engine), trace, together=mode.together)
-
-
-class _Clock:
-    """The time of padded batches."""
-
-    def __init__(self, roofline: Roofline) -> None:
-        self._roofline = roofline
-        self._now = 0.0
-
-    def read(self) -> float:
-        return self._now
-
-    def set_forward(self, moment: float) -> None:
-        self._now = max(self._now, moment)
-
-    def execute(self, batch: Sequence[TraceRequest]) -> list[float]:
-        times = list(itertools.accumulate(self._roofline.of_batch(batch), initial=self._now))
-        self._now = times[-1]
-        return times
 
 
 class VirtualServer:
