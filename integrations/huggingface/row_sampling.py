@@ -12,6 +12,7 @@ from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from paged_backend.integrations.huggingface.rows import Row
+from paged_backend.sampling_params import MAX_COUNT
 
 # transformers' order, which is the order of the engine's own operations.
 _ORDER: tuple[type, ...] = (
@@ -73,7 +74,7 @@ def _field(processor: Any, row: Row, do_sample: bool, stop_token_ids: Set[int]) 
         case logits_process.TemperatureLogitsWarper(temperature=temperature):
             return ("temperature", temperature) if 1e-5 <= temperature <= 1e5 else None
         case logits_process.TopKLogitsWarper(top_k=top_k):
-            return "top_k", top_k
+            return ("top_k", top_k) if top_k <= MAX_COUNT else None
         case logits_process.TopPLogitsWarper(top_p=top_p, min_tokens_to_keep=1):
             return ("top_p", top_p) if top_p > 0 else None
         case logits_process.MinPLogitsWarper(min_p=min_p, min_tokens_to_keep=1):

@@ -157,7 +157,8 @@ class Engine(Exclusive):
         """
         self._refresh()
         self._requests.check_free(request.request_id)
-        self._intake.check_length(request.num_prompt_tokens, request.params.max_tokens)
+        own = self.blocks.num_pinned_for(request)
+        self._intake.check_length(request.num_prompt_tokens, request.params.max_tokens, own)
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
@@ -303,10 +304,9 @@ class Engine(Exclusive):
                 f"no prefix of this model can be kept: {self.twin.foreign_code} may change what it computes at any "
                 "time; remove it first"
             )
-        longest = max((sample.max_num_tokens for sample in self._requests), default=0)
         check_salt(cache_salt)
         token_ids = self._intake.token_ids(prompt)
-        num_tokens = self.blocks.pin(token_ids, cache_salt, longest)
+        num_tokens = self.blocks.pin(token_ids, cache_salt, self._requests)
         try:
             check_room_beside_pins(self._requests, self._served)
         except RequestRefused:

@@ -68,14 +68,17 @@ class Intake:
         served = self._loader.served
         fields = request_fields(options, now)
         token_ids = self.token_ids(prompt)
-        params = self._default_params(len(token_ids)) if params is None else sampling_params(params)
+        own = 0
+        if fields.get("prompt_embeds") is None:
+            own = served.blocks.num_pinned_of(token_ids, fields.get("cache_salt"))
+        params = self._default_params(len(token_ids), own) if params is None else sampling_params(params)
         params.validate_for(served.twin.vocab_size)
         _check_prompt_embeds(fields.get("prompt_embeds"), len(token_ids), served.twin.embedding_dim)
         check_stop(params, self._tokenizer)
         check_constraint(params, self._tokenizer)
         if params.n > served.num_seats:
             raise RequestRefused(f"n={params.n} samples cannot run at once; {served.seat_limit}")
-        self.check_length(len(token_ids), params.max_tokens)
+        self.check_length(len(token_ids), params.max_tokens, own)
         request_id = fields.pop("request_id", None)
         if request_id is not None:
             self._table.check_free(request_id)
@@ -106,8 +109,11 @@ class Intake:
             )
         return ids
 
-    def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise ContextOverflow for a request that could never fit the model's positions or the cache, as it is now."""
+    def check_length(self, num_prompt_tokens: int, max_tokens: int, num_own_pinned: int) -> None:
+        """Raise ContextOverflow for a request that could never fit the model's positions or the cache, as it is now.
+
+        num_own_pinned: pinned blocks that it begins with.
+        """
         served, total = self._loader.served, num_prompt_tokens + max_tokens
         what = f"a prompt of {num_prompt_tokens} tokens and max_tokens={max_tokens}"
         if served.max_model_len is not None and total > served.max_model_len:
@@ -117,7 +123,7 @@ class Intake:
                 f"{what} come to {total}, beyond the {served.max_model_len} positions of the model or of "
                 f"max_model_len{why}; shorten the prompt, or lower max_tokens (max_new_tokens in generate)"
             )
-        shortage = served.blocks.shortage(total)
+        shortage = served.blocks.shortage(total, num_own_pinned)
         if shortage is not None and not served.elastic:
             raise ContextOverflow(
                 f"{what} can never fit: {shortage}; shorten the prompt, lower max_tokens (max_new_tokens in generate) "
@@ -151,14 +157,17 @@ class Intake:
         except TypeError as error:
             raise RequestRefused(f"a prompt is text or token ids, got {describe(prompt)}") from error
 
-    def _default_params(self, num_prompt_tokens: int) -> SamplingParams:
+    def _default_params(self, num_prompt_tokens: int, num_own_pinned: int) -> SamplingParams:
         """Greedy, with as many tokens as the model's positions and the cache leave, up to the default."""
         served, most = self._loader.served, SamplingParams.max_tokens
+        blocks = served.blocks
         if served.max_model_len is not None:
             most = min(most, served.max_model_len - num_prompt_tokens)
         if not served.elastic:
             lengths = range(num_prompt_tokens + 1, num_prompt_tokens + most + 1)
-            most = bisect.bisect_left(lengths, True, key=lambda length: served.blocks.shortage(length) is not None)
+            most = bisect.bisect_left(
+                lengths, True, key=lambda length: blocks.shortage(length, num_own_pinned) is not None
+            )
         return SamplingParams(max_tokens=max(1, most))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -111,17 +111,39 @@ class BlockManager:
         table = self._tables[request]
         return sum(len(blocks) - first for blocks, first in zip(table.blocks, table.first, strict=True))
 
-    def shortage(self, num_tokens: int) -> str | None:
-        """Why a sequence of ``num_tokens`` can never fit even alone, with the numbers; None when it can."""
+    def shortage(self, num_tokens: int, num_own_pinned: int = 0) -> str | None:
+        """Why a sequence of ``num_tokens`` can never fit even alone, with the numbers; None when it can.
+
+        num_own_pinned: pinned blocks that it begins with, see ``num_pinned_of``.
+        """
         for group, pool in zip(self.groups, self.pools, strict=True):
             need = group.blocks_for(num_tokens, self.block_size, self.max_chunk)
-            if need > pool.num_blocks - pool.num_pinned:
-                pinned = f", {pool.num_pinned} of them pinned (see unpin_prefix)" if pool.num_pinned else ""
+            num_pinned = pool.num_pinned - num_own_pinned
+            if need > pool.num_blocks - num_pinned:
+                pinned = f", {num_pinned} of them pinned (see unpin_prefix)" if num_pinned else ""
                 return (
                     f"{num_tokens} tokens need {need} blocks of {self.block_size} tokens in the {group.rule} attention "
                     f"group, which has {pool.num_blocks}{pinned}"
                 )
         return None
+
+    def num_pinned_of(self, token_ids: Sequence[int], salt: str | None) -> int:
+        """How many pinned blocks a request of these tokens can always use as its own.
+
+        None beside windows and recurrent states: what they need at the end of a prefix may not be computed yet where
+        its first blocks are, which then cannot be matched.
+        """
+        alike = self.states is None and all(group.rule.kind == "full" for group in self.groups)
+        if not alike or not self.enable_prefix_caching:
+            return 0
+        path = self.tree.match(token_ids, salt, (len(token_ids) - 1) // self.block_size)
+        return sum(all(node.pins) for node in path)
+
+    def num_pinned_for(self, request: Request) -> int:
+        """``num_pinned_of`` the prompt of ``request``."""
+        if not self._caches(request):
+            return 0
+        return self.num_pinned_of(request.token_ids[: request.num_prompt_tokens], request.cache_salt)
 
     def _caches(self, request: Request) -> bool:
         # The tokens of a prompt that is fed as embeddings do not tell its keys and values.
@@ -220,18 +242,19 @@ class BlockManager:
 
     # Pinning
 
-    def pin(self, token_ids: Sequence[int], salt: str | None = None, longest: int = 0) -> int:
+    def pin(self, token_ids: Sequence[int], salt: str | None = None, unfinished: Iterable[Request] = ()) -> int:
         """Keep the full blocks of this prefix once they are computed, whoever else wants them; returns their tokens.
 
-        longest: tokens that an unfinished request may come to. Raises RequestRefused when the prefix fills no block,
-        when pins would take more than half of a group's blocks, or when that request could not fit beside it.
+        Raises RequestRefused when the prefix fills no block, when pins would take more than half of a group's blocks,
+        or when one of the ``unfinished`` requests could not fit beside it.
         """
         prefix = (salt, tuple(token_ids))
         num_tokens = self.pins.add(prefix)
-        shortage = self.shortage(longest)
-        if shortage is not None:
-            self.pins.discard(prefix)
-            raise RequestRefused(f"an unfinished request could not fit beside the pinned prefix: {shortage}")
+        for request in unfinished:
+            shortage = self.shortage(request.max_num_tokens, self.num_pinned_for(request))
+            if shortage is not None:
+                self.pins.discard(prefix)
+                raise RequestRefused(f"an unfinished request could not fit beside the pinned prefix: {shortage}")
         return num_tokens
 
     def unpin(self, token_ids: Sequence[int], salt: str | None = None) -> bool:

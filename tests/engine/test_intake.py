@@ -275,3 +275,20 @@ def test_a_request_that_fits_no_more_when_it_is_queued_is_refused_with_the_numbe
     engine.unpin_prefix([6] * 16)
     engine.enqueue(request)
     assert engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("computed_before", [0, 20, 40])
+def test_a_request_that_begins_with_a_pinned_prefix_has_its_blocks_as_room(llama, computed_before):
+    # 4 blocks of 16 tokens.
+    engine = Engine(llama, kv_cache_memory=60_000, max_num_batched_tokens=20)
+    engine.pin_prefix([6] * 32)
+    if computed_before:
+        engine.add_request([6] * computed_before, SamplingParams(max_tokens=1), request_id="before")
+        for _ in range(computed_before // 20):
+            engine.step()
+        engine.abort("before")
+    assert len(engine.generate([[6] * 33], SamplingParams(max_tokens=31))[0].token_ids) == 31
+    assert len(engine.generate([[6] * 33])[0].token_ids) == 31
+    engine.enqueue(engine.prepare([6] * 33, SamplingParams(max_tokens=31)))
+    with pytest.raises(ContextOverflow, match="which has 4, 2 of them pinned"):
+        engine.generate([[7] * 33], SamplingParams(max_tokens=31))

@@ -7,6 +7,7 @@ from block_checks import assert_all_available
 from managed_blocks import MAX_CHUNK, compute, make_manager, make_request, start
 
 from paged_backend.errors import RequestRefused
+from paged_backend.sampling_params import SamplingParams
 
 
 def test_a_pin_outlives_a_longer_one_though_nothing_of_it_is_computed_yet():
@@ -60,6 +61,37 @@ def test_pins_cannot_take_the_room_that_requests_need():
         manager.pin([2] * 4, None)
     assert manager.shortage(24) is None
     assert "6 of them pinned" in manager.shortage(25)
+
+
+def test_pinned_blocks_are_room_for_a_request_that_begins_with_them():
+    manager = make_manager("full", 12)
+    manager.pin([1] * 24, None)
+    own = manager.num_pinned_of([1] * 20 + [2] * 10, None)
+    assert own == 5
+    assert manager.shortage(44, own) is None
+    assert "1 of them pinned" in manager.shortage(45, own)
+    # The last token of a prompt is always computed, and another salt is another beginning.
+    assert manager.num_pinned_of([1] * 24, None) == 5
+    assert manager.num_pinned_of([1] * 25, "salt") == 0
+
+
+@pytest.mark.parametrize("layout", ["full and window", "window"])
+def test_pinned_blocks_beside_windows_are_no_room_for_those_that_begin_with_them(layout):
+    manager = make_manager(layout, 24)
+    manager.pin([1] * 24, None)
+    assert manager.num_pinned_of([1] * 30, None) == 0
+
+
+def test_pin_is_refused_for_what_begins_otherwise_alone():
+    manager = make_manager("full", 12)
+    same, other = make_request([1] * 25, 0), make_request([2] * 25, 1)
+    for request in (same, other):
+        request.params = SamplingParams(max_tokens=20)
+    assert manager.pin([1] * 24, None, [same]) == 24
+    manager.unpin([1] * 24, None)
+    with pytest.raises(RequestRefused, match="an unfinished request could not fit"):
+        manager.pin([1] * 24, None, [same, other])
+    assert manager.pools[0].num_pinned == 0
 
 
 def test_pin_outlives_a_reset():

@@ -155,8 +155,8 @@ def test_pinned_prefixes_never_keep_a_request_from_running(model):
         engine.pin_prefix(draw_prompts((8,), seed=seed)[0])
         cached_tokens(engine, draw_prompts((8,), seed=seed)[0])
     with pytest.raises(ContextOverflow, match=r"4 of them pinned \(see unpin_prefix\)"):
-        engine.add_request(draw_prompts((20,))[0], greedy(5))
-    output = engine.generate(draw_prompts((20,)), greedy(4))[0]
+        engine.add_request(draw_prompts((20,), seed=9)[0], greedy(5))
+    output = engine.generate(draw_prompts((20,), seed=9), greedy(4))[0]
     assert output.finish_reason == "length"
 
 
@@ -170,7 +170,7 @@ def test_pinned_prefixes_share_half_of_the_cache_at_most(model):
 
 def test_nothing_is_pinned_that_a_waiting_request_needs(model):
     engine = pinned_engine(model)
-    engine.add_request(draw_prompts((30,))[0], greedy(6))
+    engine.add_request(draw_prompts((30,), seed=9)[0], greedy(6))
     with pytest.raises(RequestRefused, match="unfinished request"):
         engine.pin_prefix(draw_prompts((8,), seed=1)[0])
     finish(engine)

@@ -44,9 +44,14 @@ def test_another_order_repetitions_and_subclasses_have_no_fields(used: tuple[Any
 
 
 @pytest.mark.parametrize(
-    "used", [processors.TopKLogitsWarper(4, filter_value=-9.0), processors.TopPLogitsWarper(0.9, min_tokens_to_keep=2)]
+    "used",
+    [
+        processors.TopKLogitsWarper(4, filter_value=-9.0),
+        processors.TopPLogitsWarper(0.9, min_tokens_to_keep=2),
+        processors.TopKLogitsWarper(2**70),
+    ],
 )
-def test_a_warper_with_settings_of_its_own_has_no_field(used: Any):
+def test_a_warper_with_settings_that_the_engine_lacks_has_no_field(used: Any):
     assert fields(used) is None
 
 
