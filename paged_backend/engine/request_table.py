@@ -86,8 +86,7 @@ class RequestTable:
         if sampled is None:
             return []
         advanced = []
-        for index, request in enumerate(rows):
-            token = sampled.tokens[index]
+        for request, token, logprobs in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
             if isinstance(token, Exception):
                 self.fail(request, token, now=now)
                 continue
@@ -96,23 +95,23 @@ class RequestTable:
             output.new_token_ids = [token]
             if output.metrics.first_token_time is None:
                 output.metrics.first_token_time = now
-            logprobs = sampled.logprobs[index]
             if logprobs is not None:
                 output.logprobs = output.logprobs or []
                 output.logprobs.append(logprobs)
             advanced.append(request)
         # Only now that all have their tokens: a stop condition may look at those of its lockstep.
-        return [request.output for request in advanced if self._goes_on(request, eos_token_ids, now)]
-
-    def _goes_on(self, request: Request, eos_token_ids: Collection[int], now: float) -> bool:
-        try:
-            reason = finish_reason(request, request.output.token_ids[-1], eos_token_ids)
-        except BaseException as error:
-            self.fail(request, contained(error), keep_new_tokens=True, now=now)
-            return False
-        if reason is not None:
-            self.end(request, reason, keep_new_tokens=True, now=now)
-        return reason is None
+        going_on = []
+        for request in advanced:
+            try:
+                reason = finish_reason(request, request.output.token_ids[-1], eos_token_ids)
+            except BaseException as error:
+                self.fail(request, contained(error), keep_new_tokens=True, now=now)
+                continue
+            if reason is None:
+                going_on.append(request.output)
+            else:
+                self.end(request, reason, keep_new_tokens=True, now=now)
+        return going_on
 
     # Ending
 

@@ -130,12 +130,12 @@ class Scheduler:
         return step
 
     def _schedule_decodes(self, step: ScheduledStep, now: float) -> None:
-        for request in list(self.running):
-            if request.state is not RequestState.DECODE or request.is_held:
-                continue
-            if self._make_room(request, request.num_tokens, step, now):
-                request.num_scheduled_tokens = 1
-        step.decodes = [r for r in self.running if r.state is RequestState.DECODE and r.num_scheduled_tokens]
+        decoding = [r for r in self.running if r.state is RequestState.DECODE and not r.is_held]
+        for request in self.blocks.without_room(decoding):
+            self._make_room(request, request.num_tokens, step, now)
+        step.decodes = [r for r in decoding if r in self.running] if step.preempted else decoding
+        for request in step.decodes:
+            request.num_scheduled_tokens = 1
 
     def _feed(self, prefilling: Sequence[Request], budget: int, step: ScheduledStep) -> int:
         """Give half-prefilled requests their chunks, first come first served; returns the token budget that is left."""
@@ -341,9 +341,9 @@ class Scheduler:
         for request, count in counts:
             request.num_scheduled_tokens = 0
             request.num_computed_tokens += count
-            if count > 1 or blocks.registers(request.num_computed_tokens):
-                blocks.register(request)
-            if request.state is RequestState.PREFILL and request.num_uncomputed_tokens == 0:
+        blocks.register(counts)
+        for request in step.prefills:
+            if request.num_uncomputed_tokens == 0:
                 request.state = RequestState.DECODE
                 del self._prefilling[request]
                 self._split(request)

@@ -34,8 +34,8 @@ class StatsRecorder:
         now: float,
     ) -> StepStats:
         """Book one step and describe it."""
-        num_new_tokens = sum(len(output.new_token_ids) for output in outputs)
-        num_finished = sum(output.finish_reason is not None for output in outputs)
+        num_new_tokens = sum([len(output.new_token_ids) for output in outputs])
+        num_finished = sum([output.finish_reason is not None for output in outputs])
         self.num_steps += 1
         self.num_finished += num_finished
         self.num_prompt_tokens += num_new_prompt_tokens
@@ -50,7 +50,7 @@ class StatsRecorder:
             num_running=len(scheduler.running),
             num_decodes=len(step.decodes),
             num_prefill_tokens=num_prefill_tokens,
-            num_context_tokens=sum(request.num_computed_tokens for request in step.requests),
+            num_context_tokens=sum([request.num_computed_tokens for request in step.requests]),
             num_new_tokens=num_new_tokens,
             num_finished=num_finished,
             num_preempted=len(step.preempted),

@@ -244,9 +244,10 @@ class Replay:
         self._usage.record(engine.now, engine.blocks.pools[0].num_owned, engine.blocks.pools[0].num_cached)
         if self._gap is not None:
             self._watch_service(stepped.step.admitted, stepped.step.preempted, stepped.outputs)
-        for output in stepped.outputs:
-            if output.finish_reason is not None:
-                self._end(self._unfinished.pop(output.request_id))
+        if stepped.stats.num_finished:
+            for output in stepped.outputs:
+                if output.finish_reason is not None:
+                    self._end(self._unfinished.pop(output.request_id))
         held_until = engine.scheduler.held_until
         if held_until is not None:
             # The policy keeps everybody back, until then or until somebody comes.

@@ -92,6 +92,8 @@ class BlockManager:
         self.pins = PrefixPins(self.groups, self.pools, self.tree, self.states)
         self.copies: list[list[tuple[int, int]]] = [[] for _ in groups]
         self._tables: dict[Request, BlockTable] = {}
+        # Those that may share the block that they write.
+        self._forked: set[Request] = set()
         self._free_seats = list(range(max_num_seqs - 1, -1, -1))
         self._rows = [np.full((max_num_seqs, 8), NO_BLOCK, np.int32) for _ in groups]
 
@@ -305,6 +307,11 @@ class BlockManager:
         stops = {last * size, match.num_stateless, *pinned}
         return {stop for stop in stops if stop > match.num_tokens}
 
+    def without_room(self, requests: Iterable[Request]) -> list[Request]:
+        """Those whose tokens so far have not all a writable slot yet."""
+        tables = self._tables
+        return [request for request in requests if request.num_tokens > tables[request].capacity]
+
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Make the slots of the first ``num_tokens`` tokens writable from ``request.num_computed_tokens`` on.
 
@@ -355,12 +362,15 @@ class BlockManager:
                 self._rows[g][table.seat, first:end] = NO_BLOCK
                 table.first[g] = end
 
-    def registers(self, num_computed_tokens: int) -> bool:
-        """Whether ``register`` has anything to do for a request that has just computed one more token."""
-        return self.states is not None or num_computed_tokens % self.block_size == 0
+    def register(self, computed: Iterable[tuple[Request, int]]) -> None:
+        """Book what was computed, so many tokens each: the state as the request's, full blocks as findable for requests
+        that begin alike."""
+        size, has_state = self.block_size, self.states is not None
+        for request, count in computed:
+            if has_state or count > 1 or request.num_computed_tokens % size == 0:
+                self._register(request)
 
-    def register(self, request: Request) -> None:
-        """Book what was computed: the state as the request's, full blocks as findable for requests that begin alike."""
+    def _register(self, request: Request) -> None:
         table = self._tables[request]
         states = self.states
         keeps_state = states is not None and states.commit(request)
@@ -399,6 +409,7 @@ class BlockManager:
         source = self._tables[parent]
         table = BlockTable(self._free_seats.pop(), len(self.groups), source.node)
         self._tables[child] = table
+        self._forked.add(child)
         child.seat = table.seat
         child.num_computed_tokens = parent.num_computed_tokens
         for g, blocks in enumerate(source.blocks):
@@ -417,6 +428,7 @@ class BlockManager:
     def free(self, request: Request, now: float) -> None:
         """Give back everything, tail first, so that what stays cached loses its end before its beginning."""
         table = self._tables.pop(request)
+        self._forked.discard(request)
         for g, blocks in enumerate(table.blocks):
             if self.copies[g]:
                 # A copy into a block that is given back must not land on its next owner.
@@ -433,6 +445,7 @@ class BlockManager:
         for request in self._tables:
             request.seat = None
         self._tables.clear()
+        self._forked.clear()
         self._free_seats = list(range(self.max_num_seqs - 1, -1, -1))
         self.tree.clear()
         self.queue.renew()
@@ -473,6 +486,9 @@ class BlockManager:
     def num_unfilled_slots(self, g: int) -> int:
         """Slots of group g that requests hold but no token fills yet; a block shared by forks counts once."""
         size, pool, unfilled = self.block_size, self.pools[g], 0
+        if not self._forked:
+            pairs = self._tables.items()
+            return sum([max(0, len(table.blocks[g]) * size - r.num_computed_tokens) for r, table in pairs])
         # Only the block that is being written can be one that forks share; it is as full as the fullest of them has it.
         shared: dict[int, int] = {}
         for request, table in self._tables.items():

@@ -65,7 +65,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.slots[g][block * size + position % size] = self.written(request, position)
         self.mix(request, count)
         request.num_computed_tokens += count
-        self.manager.register(request)
+        self.manager.register([(request, count)])
 
     def mix(self, request: Request, count: int) -> None:
         """Lead the request's state on, as a pass does."""
@@ -352,6 +352,22 @@ def test_blocks_that_left_the_window_can_be_hit_by_others():
     for _ in range(4):
         compute(manager, first, 10)
     assert start(manager, make_request([1] * 13, 1)) == 12
+
+
+def test_slots_that_forks_share_are_unfilled_once():
+    manager = make_manager("full", 20)
+    parent, child = make_request([1] * 30, 0), make_request([1] * 30, 1)
+    start(manager, parent)
+    compute(manager, parent, 5)
+    own = manager.num_unfilled_slots(0)
+    manager.fork(parent, child)
+    # Block 2 is shared with 3 empty slots; the parent alone reserved what lies behind it.
+    assert manager.num_unfilled_slots(0) == own >= 3
+    compute(manager, child, 1)
+    assert manager.num_unfilled_slots(0) > own
+    manager.free(child, 0.0)
+    assert manager.num_unfilled_slots(0) == own
+    assert not manager._forked
 
 
 def test_fork_copies_the_partial_block_once_and_only_when_written():

@@ -52,7 +52,7 @@ def compute(manager: BlockManager, request: Request, num_tokens: int) -> None:
     if manager.states is not None:
         manager.states.plan(request, num_tokens)
     request.num_computed_tokens += num_tokens
-    manager.register(request)
+    manager.register([(request, num_tokens)])
 
 
 def start(manager: BlockManager, request: Request) -> int:
