@@ -16,6 +16,8 @@ from paged_backend.cli.options import (
     EngineFlags,
     Terminal,
     Threads,
+    check_plot,
+    check_target,
     errors_in_words,
     naming,
     open_engine,
@@ -105,8 +107,8 @@ def bench(
             raise ConfigError("--lengths=trace and --arrivals=trace need --trace FILE")
         if trace is not None and "trace" not in (lengths, arrivals):
             raise ConfigError("--trace is used by --lengths=trace and --arrivals=trace; give one of them")
-        for target in (plot, html):
-            _check_target(target)
+        check_plot(plot)
+        check_target(html)
         with naming(f"the trace {trace} cannot be read"):
             recorded = read_trace(trace) if trace is not None else []
         traffic = Traffic(requests, lengths, shortest, longest, seed, recorded)
@@ -243,12 +245,6 @@ def _about(folder: str, model: Any, result: Any) -> list[str]:
 
 def _requests(result: Any) -> str:
     return f"{_drawn(result.traffic)}, random prompts, greedy"
-
-
-def _check_target(path: Path | None) -> None:
-    """Raise ConfigError before anything has run for a file that could not be written afterwards."""
-    if path is not None and not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
 def _drawn(traffic: Any) -> str:

@@ -157,6 +157,25 @@ def naming(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {error.strerror or error}") from error
 
 
+def check_target(path: Path | None) -> None:
+    """Raise ConfigError, before anything has run, for a file that could not be written afterwards."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: permission denied")
+
+
+def check_plot(path: Path | None) -> None:
+    """``check_target`` for a figure, which also needs matplotlib and a name that ends as an image's."""
+    if path is not None:
+        from paged_backend.lab.figure import check_kind
+
+        check_target(path)
+        check_kind(path)
+
+
 def check_stream(stream: Any, wanted: str) -> None:
     """Raise ConfigError for a standard stream that was closed before the command began."""
     if stream is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paged_backend.cli.options import Terminal, errors_in_words, naming, spread
+from paged_backend.cli.options import Terminal, check_plot, errors_in_words, naming, spread
 from paged_backend.cli.replay_flags import ReplayFlags, Trace
 from paged_backend.errors import ConfigError
 
@@ -43,6 +43,7 @@ def replay(
         from paged_backend.lab import report
         from paged_backend.lab.trace import read_trace
 
+        check_plot(plot)
         machine = flags.machine(console)
         if load is not None and rate_scale != 1:
             raise ConfigError(f"--load={load:g} and --rate-scale={rate_scale:g} both set the pace; give one of them")

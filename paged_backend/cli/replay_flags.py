@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from paged_backend.cli.options import AsJson, json_object, naming, start
+from paged_backend.cli.options import AsJson, check_target, json_object, naming, start
 from paged_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def _cost(device: str, model: str | None, path: Path | None, console: Console) -
     """The step costs that the flags name, written to ``path`` if there is one."""
     from paged_backend.lab.step_cost import step_cost
 
+    check_target(path)
     if model is None:
         cost = step_cost(device)
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paged_backend.cli.options import Terminal, errors_in_words, naming, spread
+from paged_backend.cli.options import Terminal, check_plot, errors_in_words, naming, spread
 from paged_backend.cli.replay_flags import ReplayFlags, Trace, names
 from paged_backend.errors import ConfigError
 
@@ -42,6 +42,7 @@ def study(
         from paged_backend.lab import study as lab
         from paged_backend.lab.trace import read_trace
 
+        check_plot(plot)
         machine, policies = flags.machine(console), flags.policies()
         deadlines = [] if deadline is None else names("--deadline", deadline)
         with naming(f"the trace {trace} cannot be read"):

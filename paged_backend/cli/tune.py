@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paged_backend.cli.options import AsJson, EngineFlags, Terminal, Threads, errors_in_words, naming, open_engine
+from paged_backend.cli.options import (
+    AsJson,
+    EngineFlags,
+    Terminal,
+    Threads,
+    check_plot,
+    errors_in_words,
+    naming,
+    open_engine,
+)
 from paged_backend.config import MAX_NUM_SEQS, EngineConfig
 from paged_backend.errors import ConfigError
 
@@ -85,6 +94,7 @@ def tune(
         from paged_backend.lab.trace import read_trace
 
         # What is given wrongly is told before a model is loaded.
+        check_plot(plot)
         spread = _spread(lengths)
         if spread is not None and trace is not None:
             raise ConfigError(f"--lengths={lengths} and --trace={trace} both say what comes; give one of them")

@@ -23,6 +23,13 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def check_kind(path: Path) -> None:
+    """Raise ConfigError without matplotlib, and for a file whose ending is of no kind of image that it can write."""
+    kinds = [f".{kind}" for kind in sorted(new_figure(1, 1).canvas.get_supported_filetypes())]
+    if path.suffix and path.suffix.lower() not in kinds:
+        raise ConfigError(f"{path} cannot be drawn: its name must end in one of {', '.join(kinds)}")
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write an image. Raises ConfigError for a kind of file that cannot be written, OSError where no file can be."""
     try:

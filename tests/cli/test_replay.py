@@ -93,6 +93,7 @@ def test_costs_and_a_plot_are_written(trace: str, tmp_path: Path) -> None:
         (("--load", "1", "--rate-scale", "2"), "both set the pace; give one of them"),
         (("--scheduler-options", '{"fair": {}}'), "'fair': {} must be a JSON object of options for one of fifo"),
         (("--plot", "/nowhere/plot.png"), "/nowhere/plot.png cannot be written"),
+        (("--plot", "plot.odd"), "plot.odd cannot be drawn: its name must end in one of"),
         (("--block-size", "5000"), "block_size must be an int from 1 to 4096, got 5000"),
     ],
 )
@@ -106,3 +107,12 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = invoke(str(tmp_path / "nothing.csv"))
     assert result.exit_code == 2
     assert f"error: the trace {tmp_path / 'nothing.csv'} cannot be read: No such file or directory" in result.output
+
+
+def test_a_plot_that_cannot_be_written_is_told_before_anything_runs(
+    trace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("paged_backend.lab.trace.read_trace", lambda *args, **kwargs: pytest.fail("it ran"))
+    result = invoke(trace, "--plot", str(tmp_path / "missing" / "plot.png"))
+    assert result.exit_code == 2
+    assert "there is no folder" in " ".join(result.output.split())

@@ -73,9 +73,19 @@ def test_a_plot_is_written(trace: str, tmp_path: Path) -> None:
         (("--deadline", "soon"), "deadline='soon' is unknown; choose from tight, loose"),
         (("--scheduler", "best"), "error: unknown scheduler 'best'"),
         (("--plot", "/nowhere/plot.png"), "/nowhere/plot.png cannot be written"),
+        (("--plot", "plot.odd"), "plot.odd cannot be drawn: its name must end in one of"),
     ],
 )
 def test_what_cannot_be_is_said_in_words(trace: str, flags: tuple[str, ...], what: str) -> None:
     result = invoke(trace, *SMALL, *flags)
     assert result.exit_code == 2
     assert what in result.output
+
+
+def test_a_plot_that_cannot_be_written_is_told_before_anything_runs(
+    trace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("paged_backend.lab.trace.read_trace", lambda *args, **kwargs: pytest.fail("it ran"))
+    result = invoke(trace, "--plot", str(tmp_path / "missing" / "plot.png"))
+    assert result.exit_code == 2
+    assert "there is no folder" in " ".join(result.output.split())
