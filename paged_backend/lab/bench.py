@@ -22,6 +22,9 @@ PATIENCE_S = 45.0
 _PROBE_TOKENS = 16
 # Lengths are not halved any more when the longest would be shorter than this.
 _SHORTEST = 32
+# Tokens of a block for lengths as they are, and for any; between them it shrinks with the lengths, of which it would
+# waste a larger share otherwise.
+_BLOCK_SIZE, _SMALLEST_BLOCK = 16, 4
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,9 @@ def bench(
 ) -> Bench:
     """Run ``traffic`` under every mode of ``setting`` on ``model``: all at once, then arriving at a rate.
 
-    The rate is what the first mode could do, times ``load``. scale: of the traffic's lengths; None shortens them until
-    the first mode is expected to take less than a minute. arrival_trace: whose pace requests arrive at, if they do.
+    The rate is what the first mode could do, times ``load``. scale: of the traffic's lengths, and of blocks where
+    lengths shrink; None shortens them until the first mode is expected to take less than a minute. arrival_trace: whose
+    pace requests arrive at, if they do.
 
     Raises UnsupportedModel and ConfigError as an Engine does.
     """
@@ -144,12 +148,13 @@ def bench(
     if scale is None:
         scale = _scale_for(model, traffic, setting.batch, progress)
     traffic = traffic.scaled(scale)
+    setting = replace(setting, engine={"block_size": _block_size(scale), **setting.engine})
     if limit is not None and traffic.longest > limit:
         raise ConfigError(f"requests of {traffic.longest} tokens are longer than the model's {limit}; give a scale")
     requests = traffic.draw(model.config.get_text_config().vocab_size)
     ceiling, cost = flops_ceiling({torch.float32, model.dtype}, model.device), TokenCost.of_model(model)
     at_once = arriving(requests, "at-once", 0.0)
-    memory = _memory_for(model, requests, setting.batch) if any(mode.scheduler for mode in modes) else {}
+    memory = _memory_for(model, requests, setting) if any(mode.scheduler for mode in modes) else {}
     rate, due = 0.0, at_once
     measured = []
     for mode in modes:
@@ -219,19 +224,27 @@ class _EngineServer(AbstractContextManager[Serve]):
         self._engine.close()
 
 
-def _memory_for(model: Any, requests: Sequence[TraceRequest], batch: int) -> dict[str, int]:
+def _block_size(scale: float) -> int:
+    """The power of two that has the same share of requests of ``scale`` times the lengths as 16 has of those."""
+    size = _BLOCK_SIZE
+    while size > _SMALLEST_BLOCK and size > _BLOCK_SIZE * scale:
+        size //= 2
+    return size
+
+
+def _memory_for(model: Any, requests: Sequence[TraceRequest], setting: Setting) -> dict[str, int]:
     """The option of engines for POOL_SHARE of what the longest requests take that could run at once, at least for the
     longest. Models with recurrent state, which lies in the same memory, have the engine's own default."""
     from paged_backend.engine.engine import Engine
 
-    with Engine(model, max_num_seqs=batch, kv_cache_memory="64MiB") as engine:
+    with Engine(model, **{"max_num_seqs": setting.batch, "kv_cache_memory": "64MiB", **setting.engine}) as engine:
         stats = engine.stats()
     if stats.states is not None or not stats.groups:
         return {}
     size = stats.groups[0].block_size
     lengths = sorted((len(request.prompt) + request.output_length for request in requests), reverse=True)
     slots = [-(-length // size) * size for length in lengths]
-    most = max(POOL_SHARE * sum(slots[:batch]), slots[0] + 2 * size)
+    most = max(POOL_SHARE * sum(slots[: setting.batch]), slots[0] + 2 * size)
     return {"kv_cache_memory": int(most * sum(group.bytes_per_token for group in stats.groups))}
 
 

@@ -117,6 +117,8 @@ def definitions(bench: Bench) -> str:
     if not bench.assumptions:
         ceiling = f"{bench.ceiling / 1e9:,.0f} GFLOP/s, the fastest matrix product measured in this run"
         pool = f"our pool is {POOL_SHARE:.0%} of what the longest batch would need"
+    if "block_size" in bench.setting.engine:
+        pool += f", in blocks of {bench.setting.engine['block_size']}"
     lines = [
         f"In brackets: how many times better {last} is.",
         f"Latencies: {when}; a batch is answered as a whole, a continuous request at its own last token. First tokens "

@@ -9,6 +9,7 @@ from tiny_models import make_tiny
 from paged_backend.errors import ConfigError
 from paged_backend.lab import bench as lab
 from paged_backend.lab.bench import Setting, bench
+from paged_backend.lab.bench_report import definitions
 from paged_backend.lab.trace import TraceRequest
 from paged_backend.lab.traffic import Traffic
 
@@ -52,6 +53,17 @@ def test_every_mode_answers_all_requests_both_ways(measured):
     for one in result.measured:
         for run in (one.saturated, one.arriving):
             assert all(o.arrival <= o.first_token <= o.finished for o in run.outcomes)
+
+
+@pytest.mark.parametrize(("scale", "size"), [(8.0, 16), (1.0, 16), (0.5, 8), (0.3, 4), (1 / 16, 4)])
+def test_blocks_shrink_with_the_lengths(scale, size):
+    assert lab._block_size(scale) == size
+
+
+def test_engines_have_the_blocks_that_the_report_tells(measured):
+    result, _ = measured
+    assert result.setting.engine["block_size"] == 8
+    assert "in blocks of 8." in definitions(result)
 
 
 def test_lengths_are_scaled_and_the_same_in_every_mode(measured):
