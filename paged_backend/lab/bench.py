@@ -81,6 +81,17 @@ class Setting:
         checked_amount("window_ms", self.window_ms)
         checked_amount("load", self.load, positive=True)
 
+    def scheduling(self, mode: Mode) -> dict[str, Any]:
+        """The options of an engine that say how a mode schedules."""
+        if not mode.together:
+            return {"scheduler": self.scheduler, "scheduler_options": {}}
+        options = {"batch": self.batch, **({"window_ms": self.window_ms} if mode.window else {})}
+        return {"scheduler": mode.scheduler, "scheduler_options": options}
+
+    def window_s(self, mode: Mode) -> float | None:
+        """How long a mode waits for company, in seconds, if it does."""
+        return self.window_ms / 1000 if mode.window else None
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -143,7 +154,6 @@ def bench(
     import torch
 
     progress = progress or Progress()
-    modes = [mode for mode in MODES if mode.name in setting.modes]
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if scale is None:
         scale = _scale_for(model, traffic, setting.batch, progress)
@@ -153,36 +163,57 @@ def bench(
         raise ConfigError(f"requests of {traffic.longest} tokens are longer than the model's {limit}; give a scale")
     requests = traffic.draw(model.config.get_text_config().vocab_size)
     ceiling, cost = flops_ceiling({torch.float32, model.dtype}, model.device), TokenCost.of_model(model)
-    at_once = arriving(requests, "at-once", 0.0)
-    memory = _memory_for(model, requests, setting) if any(mode.scheduler for mode in modes) else {}
-    rate, due = 0.0, at_once
-    measured = []
-    for mode in modes:
-        with _server(model, mode, requests, memory, setting) as serve:
-            progress.begins(f"{mode.text}, all at once", len(requests))
-            saturated = serve(at_once, progress.answered)
-            if not rate:
-                rate = setting.load * len(requests) / saturated.seconds
-                due = arriving(requests, setting.arrivals, rate, traffic.seed, arrival_trace)
-            if setting.arrivals == "at-once":
-                measured.append(Measured(mode, saturated, saturated))
-                continue
-            progress.begins(f"{mode.text}, arriving", len(requests))
-            measured.append(Measured(mode, saturated, serve(due, progress.answered)))
+    uses_engines = any(mode.scheduler for mode in MODES if mode.name in setting.modes)
+    memory = _memory_for(model, requests, setting) if uses_engines else {}
+
+    def open_server(mode: Mode) -> AbstractContextManager[Serve]:
+        return _server(model, mode, requests, memory, setting)
+
+    rate, measured = compare(requests, traffic.seed, setting, open_server, progress, arrival_trace)
     return Bench(setting, traffic, rate, ceiling, cost, measured)
 
 
 Serve = Callable[[Sequence[TraceRequest], Callable[[int], None]], Run]
 
 
+def compare(
+    requests: Sequence[TraceRequest],
+    seed: int,
+    setting: Setting,
+    open_server: Callable[[Mode], AbstractContextManager[Serve]],
+    progress: Progress,
+    arrival_trace: Sequence[TraceRequest],
+) -> tuple[float, list[Measured]]:
+    """The rate at which requests arrived, and what each mode of ``setting`` came to: all at once, then arriving.
+
+    open_server: what serves requests in one mode. seed: where random arrivals start.
+    """
+    at_once = arriving(requests, "at-once", 0.0)
+    rate, due = 0.0, at_once
+    measured = []
+    for mode in (mode for mode in MODES if mode.name in setting.modes):
+        with open_server(mode) as serve:
+            progress.begins(f"{mode.text}, all at once", len(requests))
+            saturated = serve(at_once, progress.answered)
+            if not rate:
+                rate = setting.load * len(requests) / saturated.seconds
+                due = arriving(requests, setting.arrivals, rate, seed, arrival_trace)
+            if setting.arrivals == "at-once":
+                measured.append(Measured(mode, saturated, saturated))
+                continue
+            progress.begins(f"{mode.text}, arriving", len(requests))
+            measured.append(Measured(mode, saturated, serve(due, progress.answered)))
+    return rate, measured
+
+
 def _server(
     model: Any, mode: Mode, requests: Sequence[TraceRequest], memory: Mapping[str, int], setting: Setting
 ) -> AbstractContextManager[Serve]:
     """What serves requests in one mode, warmed up."""
-    window_s = setting.window_ms / 1000 if mode.window else None
     if mode.scheduler is None:
 
         def serve(trace: Sequence[TraceRequest], answered: Callable[[int], None]) -> Run:
+            window_s = setting.window_s(mode)
             return run_on_stock(model, trace, batch=setting.batch, window_s=window_s, on_finished=answered)
 
         _warm_up(serve, requests)
@@ -202,18 +233,9 @@ class _EngineServer(AbstractContextManager[Serve]):
     def __enter__(self) -> Serve:
         from paged_backend.engine.engine import Engine
 
-        mode, setting = self._mode, self._setting
-        options: dict[str, Any] = {"batch": setting.batch} if mode.together else {}
-        if mode.window:
-            options["window_ms"] = setting.window_ms
-        chosen = {
-            "scheduler": mode.scheduler if mode.together else setting.scheduler,
-            "scheduler_options": options,
-            "max_num_seqs": setting.batch,
-            "enable_prefix_caching": False,
-            **self._memory,
-        }
-        self._engine = Engine(self._model, **{**chosen, **setting.engine})
+        setting = self._setting
+        chosen = {"max_num_seqs": setting.batch, "enable_prefix_caching": False, **self._memory}
+        self._engine = Engine(self._model, **{**setting.scheduling(self._mode), **chosen, **setting.engine})
         _warm_up(self._serve, self._requests)
         return self._serve
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
-from paged_backend.lab.bench import MODES, Bench, Measured, Mode, Setting
+from paged_backend.lab.bench import Bench, Mode, Progress, Serve, Setting, compare
 from paged_backend.lab.open_loop import serve
 from paged_backend.lab.padded import PaddedServer, VirtualClock
 from paged_backend.lab.roofline import Roofline
 from paged_backend.lab.run import Run
 from paged_backend.lab.trace import TraceRequest
-from paged_backend.lab.traffic import Traffic, arriving
+from paged_backend.lab.traffic import Traffic
 from paged_backend.lab.virtual_engine import VirtualEngine
 from paged_backend.outputs import RequestOutput
 from paged_backend.policy.plugin_manager import PluginManager
@@ -32,14 +32,11 @@ def simulate(
     The padded modes stand for stock ``generate``; the others run the scheduler, the policies and the books of engines.
     """
     requests = traffic.draw()
-    at_once = arriving(requests, "at-once", 0.0)
-    rate, due, measured = 0.0, at_once, []
-    for mode in (mode for mode in MODES if mode.name in setting.modes):
-        saturated = _run(roofline, mode, at_once, setting)
-        if not rate:
-            rate = setting.load * len(requests) / saturated.seconds
-            due = arriving(requests, setting.arrivals, rate, traffic.seed, arrival_trace)
-        measured.append(Measured(mode, saturated, _run(roofline, mode, due, setting)))
+
+    def open_server(mode: Mode) -> AbstractContextManager[Serve]:
+        return nullcontext(lambda trace, answered: _run(roofline, mode, trace, setting))
+
+    rate, measured = compare(requests, traffic.seed, setting, open_server, Progress(), arrival_trace)
     peak, cost = roofline.device.flops, roofline.model.cost
     mean_length = sum(request.output_length for request in requests) / len(requests)
     assumptions = (
@@ -50,18 +47,13 @@ def simulate(
 
 
 def _run(roofline: Roofline, mode: Mode, trace: Sequence[TraceRequest], setting: Setting) -> Run:
-    window_s = setting.window_ms / 1000 if mode.window else None
     if mode.scheduler is None:
-        clock = VirtualClock(roofline.of_batch)
-        return PaddedServer(clock.execute, clock.read, clock.set_forward, batch=setting.batch, window_s=window_s).run(
-            trace
-        )
-    options: dict[str, Any] = {"batch": setting.batch} if mode.together else {}
-    if mode.window:
-        options["window_ms"] = setting.window_ms
-    plugins = PluginManager()
+        clock, window_s = VirtualClock(roofline.of_batch), setting.window_s(mode)
+        server = PaddedServer(clock.execute, clock.read, clock.set_forward, batch=setting.batch, window_s=window_s)
+        return server.run(trace)
+    plugins, scheduling = PluginManager(), setting.scheduling(mode)
     engine = VirtualEngine(
-        plugins.scheduler(mode.scheduler if mode.together else setting.scheduler, options),
+        plugins.scheduler(scheduling["scheduler"], scheduling["scheduler_options"]),
         plugins.eviction_factory("lru", {}),
         roofline.of,
         num_blocks=roofline.num_blocks(BLOCK_SIZE),
