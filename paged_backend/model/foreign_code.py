@@ -6,9 +6,10 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as global_hooks
@@ -26,6 +27,8 @@ _KNOWN = sys.stdlib_module_names | {
     "transformers",
 }
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
+# What a call of a module runs through.
+_CALLED = ("__call__", "_wrapped_call_impl", "_call_impl", "forward")
 
 
 def hooked(module: nn.Module) -> str | None:
@@ -46,13 +49,13 @@ def patched(model: nn.Module) -> str | None:
             return "a hook on all modules"
     classes = {type(module) for module in model.modules()}
     for cls in sorted(classes, key=lambda cls: cls.__qualname__):
-        owner, forward = _forward_of(cls)
-        if owner is not None and not _belongs(forward, owner.__module__):
-            return f"{owner.__qualname__}.forward"
-    for namespace in _namespaces(classes):
-        for name, function in _functions(namespace):
-            if not _belongs(function, namespace.__name__):
-                return f"{namespace.__name__}.{name}"
+        for name in _CALLED:
+            owner, method = _inherited(cls, name)
+            if owner is not None and not _belongs(method, owner.__module__):
+                return f"{owner.__qualname__}.{name}"
+    for home, name, function in _functions(classes):
+        if not _belongs(function, home):
+            return f"{home}.{name}"
     return None
 
 
@@ -63,27 +66,46 @@ def code_identities(model: nn.Module) -> list[Any]:
     """
     classes = {type(module): None for module in model.modules()}
     identities: list[Any] = [list(global_hooks._global_forward_pre_hooks), list(global_hooks._global_forward_hooks)]
-    identities += [_reference(_forward_of(cls)[1]) for cls in classes]
-    for namespace in _namespaces(classes):
-        identities += [(name, _reference(function)) for name, function in _functions(namespace)]
+    identities += [_reference(_inherited(cls, name)[1]) for cls in classes for name in _CALLED]
+    identities += [(name, _reference(function)) for _, name, function in _functions(classes)]
     return identities
 
 
-def _forward_of(cls: type) -> tuple[type | None, Any]:
-    """The class that ``cls`` has its forward from, and the forward."""
-    return next(((base, vars(base)["forward"]) for base in cls.__mro__ if "forward" in vars(base)), (None, None))
+def _inherited(cls: type, name: str) -> tuple[type | None, Any]:
+    """The class that ``cls`` has a method from, and the method."""
+    return next(((base, vars(base)[name]) for base in cls.__mro__ if name in vars(base)), (None, None))
 
 
-def _namespaces(classes: Iterable[type]) -> list[ModuleType]:
-    """Where transformers' model classes look up the functions they call, and torch's functions."""
+def _functions(classes: Iterable[type]) -> Iterator[tuple[str, str, Any]]:
+    """Where, under which name and what the functions are that transformers' model classes look up: those of their
+    files, torch's functional ones, and what their code names of torch and of tensors."""
     names = dict.fromkeys(cls.__module__ for cls in classes if cls.__module__.startswith("transformers."))
-    return [functional, *(sys.modules[name] for name in names if name in sys.modules)]
+    files = [sys.modules[name] for name in names if name in sys.modules]
+    for namespace in (functional, *files):
+        for name, value in list(vars(namespace).items()):
+            if isinstance(value, (*_FUNCTIONS, functools.partial, MethodType)):
+                yield namespace.__name__, name, value
+    for name in sorted(set().union(*map(_names_of_torch, files))):
+        for home in (torch, torch.Tensor):
+            # Methods of tensors are inherited from C, so that one of its own is there only where Python defines it.
+            function = vars(home).get(name)
+            if isinstance(function, (*_FUNCTIONS, functools.partial, MethodType)):
+                yield "torch" if home is torch else "torch.Tensor", name, function
 
 
-def _functions(namespace: ModuleType) -> Iterator[tuple[str, Any]]:
-    for name, value in list(vars(namespace).items()):
-        if isinstance(value, (*_FUNCTIONS, functools.partial, MethodType)):
-            yield name, value
+@functools.cache
+def _names_of_torch(file: ModuleType) -> frozenset[str]:
+    """What the code of a file looks up by a name that torch or tensors have too."""
+    own = [value for value in vars(file).values() if getattr(value, "__module__", None) == file.__name__]
+    methods = [method for cls in own if isinstance(cls, type) for method in vars(cls).values()]
+    pending = [getattr(function, "__code__", None) for function in (*own, *methods)]
+    names: set[str] = set()
+    while pending:
+        code = pending.pop()
+        if isinstance(code, CodeType):
+            names.update(code.co_names)
+            pending += code.co_consts
+    return frozenset(name for name in names if hasattr(torch, name) or hasattr(torch.Tensor, name))
 
 
 def _belongs(function: Any, home: str) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def rope_limit(model: nn.Module) -> int | None:
@@ -53,11 +52,14 @@ def far_positions(config: Any, end: int, count: int) -> list[int]:
     return [far[index % len(far)] for index in range(count)]
 
 
-class PositionTables(TorchFunctionMode):
+class PositionTables(TorchDispatchMode):
     """While active, notices tables that are read at ``positions``, shifted by a constant or not.
 
     ``limit`` is then the number of positions that the shortest of them holds, or None. ``positions`` must ascend by
     one and start above zero, so that an index over the tokens of the batch is not taken for them.
+
+    It watches what torch's functions come to, not the functions: one in Python that was patched would be called by its
+    name, and so the patch twice.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -65,7 +67,7 @@ class PositionTables(TorchFunctionMode):
         self.first, self.num_tokens = int(positions[0]), positions.numel()
         self.limit: int | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for rows, index in _look_ups(func, args):
             shift = self._shift(index)
             if shift is not None:
@@ -83,19 +85,12 @@ class PositionTables(TorchFunctionMode):
 
 
 def _look_ups(func: Any, args: Any) -> list[tuple[int, torch.Tensor]]:
-    """The tables that a torch call reads by index, as (number of rows, index)."""
-    if func is F.embedding:
-        return [(args[1].shape[0], args[0])]
-    if func is torch.embedding:
+    """The tables that an operation reads by index, as (number of rows, index)."""
+    aten = torch.ops.aten
+    if func is aten.embedding.default:
         return [(args[0].shape[0], args[1])]
-    if func in (torch.gather, torch.Tensor.gather, torch.index_select, torch.Tensor.index_select) and len(args) > 2:
+    if func in (aten.gather.default, aten.index_select.default):
         return [(args[0].shape[args[1]], args[2])]
-    if func is torch.Tensor.__getitem__:
-        table, key = args
-        keys = key if isinstance(key, tuple) else (key,)
-        return [
-            (table.shape[dim], index)
-            for dim, index in enumerate(keys[: table.dim()])
-            if isinstance(index, torch.Tensor)
-        ]
+    if func in (aten.index.Tensor, aten._unsafe_index.Tensor):
+        return [(args[0].shape[dim], index) for dim, index in enumerate(args[1]) if index is not None]
     return []

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from paged_backend.errors import SamplingFailed, contained
 from paged_backend.request.request import Request
+from paged_backend.sampling.bad_words import BadWords
 from paged_backend.sampling.detokenizer import tokenizer_lock
 from paged_backend.sampling.sampling_state import SamplingState
 from paged_backend.sampling.seen_tokens import SeenTokens
@@ -128,10 +128,7 @@ class LogitsProcessing:
             for word in request.params.bad_words
             for spelling in (self._spellings(word) if isinstance(word, str) else [word])
         ]
-        # transformers leaves the end-of-sequence token alone too, but raises when nothing else is banned.
-        if all(len(word) == 1 and word[0] in self.eos_token_ids for word in words):
-            return []
-        return [NoBadWordsLogitsProcessor(words, self.eos_token_ids or None)]
+        return [BadWords(words, self.eos_token_ids)] if words else []
 
     def _spellings(self, text: str) -> set[tuple[int, ...]]:
         """A text's token ids at the start of a text and after a space."""

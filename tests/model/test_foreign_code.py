@@ -127,6 +127,37 @@ def a_function_of_torch(model: Any) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
+def a_function_of_torch_that_calls_what_was_there(model: Any) -> Iterator[Callable[[], None]]:
+    silu = functional.silu
+    with pytest.MonkeyPatch.context() as patch:
+        yield lambda: patch.setattr(functional, "silu", lambda x, inplace=False: -silu(x))
+
+
+@contextmanager
+def a_function_of_torch_in_c(model: Any) -> Iterator[Callable[[], None]]:
+    rsqrt = torch.rsqrt
+    with pytest.MonkeyPatch.context() as patch:
+        yield lambda: patch.setattr(torch, "rsqrt", lambda x: rsqrt(x) * 0.5)
+
+
+@contextmanager
+def a_method_of_tensors(model: Any) -> Iterator[Callable[[], None]]:
+    mean = torch.Tensor.mean
+    with pytest.MonkeyPatch.context() as patch:
+        yield lambda: patch.setattr(
+            torch.Tensor, "mean", lambda *args, **kwargs: mean(*args, **kwargs) * 9, raising=False
+        )
+
+
+@contextmanager
+def a_call_of_a_class(model: Any) -> Iterator[Callable[[], None]]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield lambda: patch.setattr(
+            modeling_llama.LlamaMLP, "__call__", lambda self, x: -nn.Module.__call__(self, x), raising=False
+        )
+
+
+@contextmanager
 def a_function_of_the_models_file(model: Any) -> Iterator[Callable[[], None]]:
     with pytest.MonkeyPatch.context() as patch:
         yield lambda: patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, **_: (q, k))
@@ -144,6 +175,10 @@ CHANGES = [
     a_class_that_changes_its_mind,
     a_hook_on_all_modules,
     a_function_of_torch,
+    a_function_of_torch_that_calls_what_was_there,
+    a_function_of_torch_in_c,
+    a_method_of_tensors,
+    a_call_of_a_class,
     a_function_of_the_models_file,
 ]
 

@@ -23,7 +23,7 @@ EVERYTHING = {
     "presence_penalty": 0.5,
     "frequency_penalty": 0.25,
     "min_tokens": 2,
-    "bad_words": [[9, 10]],
+    "bad_words": [[9, 10], [11]],
     "logprobs": 2,
 }
 SAMPLED = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 5}
