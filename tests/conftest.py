@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +42,20 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Let go of it again, or extension modules report leaks when Python ends."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_scan_of_what_is_installed() -> Iterator[None]:
+    """Each engine looks for plugins in every installed distribution; for one search path that is done once."""
+    scan = importlib.metadata.entry_points
+
+    @functools.cache
+    def scanned(path: tuple[str, ...], **chosen: str) -> importlib.metadata.EntryPoints:
+        return scan(**chosen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "entry_points", lambda **chosen: scanned(tuple(sys.path), **chosen))
+        yield
 
 
 @pytest.fixture
