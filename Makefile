@@ -5,6 +5,9 @@ CONSTRAINTS ?= constraints.txt
 # Processes that tests run in, one thread of torch each.
 WORKERS ?= auto
 
+# Workers, and programs that tests start, share what each of them would compile anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))

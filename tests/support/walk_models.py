@@ -32,9 +32,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import paged_backend
-from paged_backend import Engine, SamplingParams
+from paged_backend import Engine, EngineConfig, SamplingParams
 from paged_backend.errors import UnsupportedCall, UnsupportedModel
-from paged_backend.model.proof import prove
+from paged_backend.integrations.huggingface.engines import engine_for
 from paged_backend.model.twin import Twin
 
 README = Path(__file__).parents[2] / "integrations" / "README.md"
@@ -47,6 +47,8 @@ _PROMPT_LENGTHS = (13, 21, 4)
 _NUM_TOKENS = 8
 # Chunks of prompts, and steps that hold more than one request.
 _CONFIG = {"block_size": 5, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+# The engine that ``generate`` asks for with that, so that a class is probed, proven and swapped once.
+_ENGINE = EngineConfig(**_CONFIG, seed=None)
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,16 @@ def walk_class(name: str) -> Row:
         except Exception as error:
             return row(NOT_BUILT, _short(f"{type(error).__name__}: {error}"))
         try:
-            twin = Twin(model)
-            if twin.mixers:
-                # Which way they go on from a state is found by trying.
-                prove(model, twin)
+            with engine_for(model, _ENGINE, ()) as shared:
+                twin = shared.engine.twin
             prompts = [twin.sample_token_ids(length, seed) for seed, length in enumerate(_PROMPT_LENGTHS)]
             refused = compare_generate(model, prompts)
             if refused:
                 compare_engine(model, prompts)
         except UnsupportedModel as error:
             return row(REFUSED, _short(str(error)))
+        finally:
+            paged_backend.release(model)
         compare_logits(model, twin, prompts)
         return row(EQUAL, ", ".join(filter(None, [twin.state_mode and f"state {twin.state_mode}", refused])))
 
@@ -139,7 +141,6 @@ def compare_generate(model: PreTrainedModel, prompts: list[list[int]]) -> str:
         return _short(f"generate refuses {what.rstrip(',')}")
     finally:
         paged_backend.uninstall()
-        paged_backend.release(model)
     stock = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
     assert_same_tokens(paged, stock.sequences, stock.scores)
     return ""
