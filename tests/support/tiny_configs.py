@@ -90,6 +90,8 @@ _SMALL: dict[str, Any] = {
     "moe_num_shared_experts": 1,
     "num_shared_experts": 1,
     "first_k_dense_replace": 1,
+    # The first layer is dense, as in checkpoints that mix both kinds.
+    "mlp_only_layers": [0],
     "num_dense_layers": 1,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -129,9 +131,11 @@ _SHARED_KV = {
 _THREE_ROPE_LAYERS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 # Defaults of some classes have fewer kinds of layers than their checkpoints.
 _STATE_AND_ATTENTION = ["linear_attention", "full_attention", "linear_attention"]
+_DENSE_AND_SPARSE = ["dense", "sparse", "sparse"]
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2},
     "blt": {"encoder_hash_byte_group_vocab": 64},
+    "cohere2_moe": {"mlp_layer_types": _DENSE_AND_SPARSE},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _THREE_ROPE_LAYERS}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "dots3_note_text": {
@@ -151,13 +155,15 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "mlp_layer_types": _DENSE_AND_SPARSE,
         "index_block_size": 4,
         "index_topk_blocks": 2,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["local"], 1]]},
     # Its head_dim is that of the rotary part alone.
     "longcat_flash": {"head_dim": 8},
+    "llama4_text": {"moe_layers": [1]},
+    "mellum": {"mlp_layer_types": _DENSE_AND_SPARSE},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "minimax": {"block_size": 8},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 import transformers
 import walk_models
 from tiny_configs import tiny_config
@@ -97,6 +98,24 @@ def test_no_kind_of_layer_that_a_class_has_by_default_is_left_out() -> None:
 )
 def test_what_checkpoints_have_beyond_the_default_of_their_class_is_there(name: str, kinds: set[str]) -> None:
     assert layer_kinds(tiny_config(getattr(transformers, name))) == kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("Cohere2MoeForCausalLM", "mlp"),
+        ("Llama4ForCausalLM", "feed_forward"),
+        ("MellumForCausalLM", "mlp"),
+        ("Qwen2MoeForCausalLM", "mlp"),
+        ("Qwen3MoeForCausalLM", "mlp"),
+        ("Qwen3NextForCausalLM", "mlp"),
+    ],
+)
+def test_dense_layers_and_those_of_experts_are_both_there(name: str, place: str) -> None:
+    model_class = getattr(transformers, name)
+    with torch.device("meta"):
+        model = model_class(tiny_config(model_class))
+    assert len({type(getattr(layer, place)) for layer in model.model.layers}) == 2
 
 
 def layer_kinds(config: transformers.PreTrainedConfig) -> set[str]:
