@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+import torch
 from block_checks import assert_all_blocks_are_back
 from oracle import draw_prompts
 from tiny_models import make_tiny
@@ -294,3 +295,26 @@ def test_the_cache_grows_to_the_lengths_of_all_who_run(shared):
         follower.result(PATIENCE_S)
     assert shared.engine.stats().num_preemptions == 0
     assert_idle(shared)
+
+
+def test_autocast_of_the_thread_that_leads_does_not_reach_the_requests_of_others(llama):
+    # Operations in C++ know no autocast.
+    shared = SharedEngine(Engine(llama, elastic=True, optimize="none"))
+    leading, following = draw_prompts((12, 9))
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0)
+    (expected,) = Engine(llama, elastic=True, optimize="none").generate(following, params)
+    gate = Gate()
+
+    def lead():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return shared.run([request(leading, 30, stop_condition=gate)])
+
+    with threads(2) as pool:
+        pool.submit(lead)
+        assert gate.reached.wait(PATIENCE_S)
+        future = pool.submit(shared.run, [{"prompt": following, "params": params}])
+        wait_for_inbox(shared, 1)
+        gate.opened.set()
+        (output,) = future.result(PATIENCE_S)
+    for got, want in zip(output.logprobs, expected.logprobs, strict=True):
+        assert got == pytest.approx(want, abs=1e-5)
