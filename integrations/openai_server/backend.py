@@ -63,13 +63,13 @@ class Backend:
 
     async def aclose(self) -> None:
         """Finish what runs, and end what was started here."""
-        self._is_closed = True
+        self._is_closed = self._is_own
         if self._is_own:
             await self._service.aclose()
 
     def close_at_once(self) -> None:
         """Abort what runs, and end what was started here; from outside of an event loop."""
-        self._is_closed = True
+        self._is_closed = self._is_own
         if self._is_own:
             self._service.close(graceful=False)
 

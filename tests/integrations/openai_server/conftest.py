@@ -38,9 +38,15 @@ def service(shared_service: ScriptedService) -> Iterator[ScriptedService]:
         shared_service.resume()
 
 
+@pytest.fixture(scope="package")
+def shared_app(shared_service: ScriptedService) -> FastAPI:
+    return create_app(shared_service, model_names=[MODEL])
+
+
 @pytest.fixture
-def app(service: ScriptedService) -> FastAPI:
-    return create_app(service, model_names=[MODEL])
+def app(service: ScriptedService, shared_app: FastAPI) -> FastAPI:
+    """For tests that leave it open."""
+    return shared_app
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ async def test_logprobs_have_an_entry_for_each_token(client: httpx.AsyncClient, 
 async def test_n_answers_are_told_apart(client: httpx.AsyncClient, service: ScriptedService):
     answer = (await client.post(PATH, json=chat_body(n=3, temperature=1, seed=5))).json()
     whole = {each["index"]: each["message"]["content"] for each in answer["choices"]}
-    choices, events = await streamed(client, n=3, temperature=1, seed=5, max_tokens=8)
+    choices, _ = await streamed(client, n=3, temperature=1, seed=5, max_tokens=8)
     assert {index: choice["content"] for index, choice in choices.items()} == whole
     assert len(set(whole.values())) == 3
     assert answer["usage"]["completion_tokens"] == 24

@@ -217,8 +217,5 @@ async def test_a_client_that_goes_away_takes_its_requests_along(
         await asyncio.to_thread(wait_until, lambda: service.num_unfinished > 0)
     exchange.go_away()
     await exchange.task
-    # The next step is the one that the engine is in, and its requests end before it.
     await asyncio.to_thread(wait_until, lambda: service.num_unfinished == 0)
-    assert max(len(service.prompts), 1) <= 2
-    assert service.stats().num_generated_tokens < 10**6
     assert not exchange.answer.endswith(b"[DONE]\n\n")

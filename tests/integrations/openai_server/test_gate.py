@@ -32,7 +32,8 @@ async def test_with_a_key_all_is_open(locked: Any, header: str):
         assert (await client.get("/v1/models", headers={"Authorization": header})).status_code == 200
 
 
-async def test_while_it_drains_requests_are_sent_elsewhere_and_the_health_says_so(app: Any):
+async def test_while_it_drains_requests_are_sent_elsewhere_and_the_health_says_so(service: Any):
+    app = create_app(service, model_names=[MODEL])
     app.state.gate.is_draining = True
     async with client_of(app) as client:
         answer = await client.post("/v1/chat/completions", json=chat_body())
