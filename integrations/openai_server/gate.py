@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_backend.integrations.openai_server.api_error import ApiError, unavailable
 from paged_backend.integrations.openai_server.api_keys import ApiKeys
@@ -69,8 +69,20 @@ class GateKeeper:
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
+        has_begun = False
+
+        async def begin(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         self._gate.enter()
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, begin)
+        except asyncio.CancelledError:
+            # The server ends at once, and there is a moment left to say so.
+            if has_begun or not self._gate.is_draining:
+                raise
+            await unavailable("the server was shut down before the request was done").response()(scope, receive, send)
         finally:
             self._gate.leave()

@@ -32,8 +32,7 @@ class PatientProtocol(H11Protocol):
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > most_connections():
-            idle = (each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle)
-            next(idle, self).transport.abort()
+            self._make_room()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -50,6 +49,13 @@ class PatientProtocol(H11Protocol):
     def is_idle(self) -> bool:
         """No request of it is under way."""
         return self.cycle is None or self.cycle.response_complete
+
+    def _make_room(self) -> None:
+        # Those that are closed already leave the set later.
+        others: list[Any] = [each for each in self.connections if each is not self]
+        staying = [each for each in others if not each.transport.is_closing()]
+        if len(staying) >= most_connections():
+            next((each for each in staying if each.is_idle), self).transport.abort()
 
     def _wait(self) -> None:
         self._waits = self.loop.call_later(HEAD_PATIENCE_S, self._lose_patience)
