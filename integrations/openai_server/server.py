@@ -7,7 +7,6 @@ import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,6 +15,9 @@ from paged_backend.integrations.openai_server.patient_protocol import PatientPro
 
 # Connections that wait to be accepted.
 _BACKLOG = 2048
+# Seconds that a connection stays for a next request: longer than clients keep theirs, or some would be cut off when
+# they begin to ask. httpx, which OpenAI's client uses, keeps them for 5.
+KEEP_ALIVE_S = 30
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -42,18 +44,7 @@ def serve(
     Until the last of them is over new ones are refused with 503. drain_s: seconds after which the rest is aborted.
     A second signal aborts them at once. on_drain: called when the first signal came.
     """
-    config = uvicorn.Config(
-        app,
-        http=PatientProtocol,
-        ws="none",
-        lifespan="on",
-        log_level="info" if access_log else "warning",
-        access_log=access_log,
-        server_header=False,
-        # Whoever can set these headers could name any client.
-        proxy_headers=False,
-    )
-    server = DrainingServer(config, app.state.gate, drain_s, on_drain)
+    server = DrainingServer(app, access_log=access_log, drain_s=drain_s, on_drain=on_drain)
     try:
         server.run([listener])
     finally:
@@ -65,10 +56,27 @@ class DrainingServer(uvicorn.Server):
     """uvicorn's, which goes on listening while it drains, so that clients and load balancers are told."""
 
     def __init__(
-        self, config: uvicorn.Config, gate: Any, drain_s: float | None, on_drain: Callable[[], object]
+        self,
+        app: FastAPI,
+        *,
+        access_log: bool = False,
+        drain_s: float | None = None,
+        on_drain: Callable[[], object] = lambda: None,
     ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=PatientProtocol,
+            ws="none",
+            lifespan="on",
+            log_level="info" if access_log else "warning",
+            access_log=access_log,
+            server_header=False,
+            # Whoever can set these headers could name any client.
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
         super().__init__(config)
-        self._gate = gate
+        self._gate = app.state.gate
         self._drain_s = drain_s
         self._on_drain = on_drain
         self._loop: asyncio.AbstractEventLoop | None = None

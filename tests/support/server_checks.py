@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 from service_checks import PATIENCE_S, wait_until
 
 from paged_backend.integrations.openai_server import listen
-from paged_backend.integrations.openai_server.patient_protocol import PatientProtocol
 from paged_backend.integrations.openai_server.server import DrainingServer
 
 MODEL = "tiny"
@@ -98,8 +96,7 @@ def running(app: Any, drain_s: float | None = None) -> Iterator[Running]:
     """Serve an application from a thread, and end that at once at the end."""
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    config = uvicorn.Config(app, http=PatientProtocol, ws="none", lifespan="on", log_level="warning", access_log=False)
-    server = DrainingServer(config, app.state.gate, drain_s, lambda: None)
+    server = DrainingServer(app, drain_s=drain_s)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
