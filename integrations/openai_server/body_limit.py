@@ -47,10 +47,9 @@ class BodyLimit:
 
     def check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
+            # The connection stays: what is still to come is passed over, and a client that writes can read the answer.
             raise HTTPException(
-                413,
-                f"the body is larger than {self._max_bytes} bytes; send less, or raise the server's max_body_bytes",
-                {"Connection": "close"},
+                413, f"the body is larger than {self._max_bytes} bytes; send less, or raise the server's max_body_bytes"
             )
 
 
