@@ -25,7 +25,12 @@ RETRY_AFTER_S = 1
 # Whatever a client sent, an answer about it stays short.
 MAX_MESSAGE = 1000
 # What pydantic calls the alternatives of a field, in the place of an error.
-_ALTERNATIVES = frozenset({"str", "dict", "NamedTool", "constrained-str"})
+_ALTERNATIVES = frozenset(
+    (
+        *("str", "constrained-str", "NamedTool", "NamedFunction"),
+        *("InputMessage", "FunctionCallItem", "FunctionCallOutput", "ReasoningItem"),
+    )
+)
 
 
 class ApiError(Exception):

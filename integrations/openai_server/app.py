@@ -25,6 +25,8 @@ from paged_backend.integrations.openai_server.chat_completions import ChatSettin
 from paged_backend.integrations.openai_server.completions import complete
 from paged_backend.integrations.openai_server.disconnect import ClientGone
 from paged_backend.integrations.openai_server.gate import Gate, GateKeeper
+from paged_backend.integrations.openai_server.response_body import ResponseBody
+from paged_backend.integrations.openai_server.responses import respond
 
 if TYPE_CHECKING:
     from paged_backend import AsyncEngine, Engine
@@ -113,6 +115,10 @@ def create_app(
     @app.post("/v1/completions", responses={**streamed, **failures}, response_class=Response)
     async def completions(body: CompletionBody, request: Request) -> Response:
         return await complete(backend, body, request)
+
+    @app.post("/v1/responses", responses={**streamed, **failures}, response_class=Response)
+    async def responses(body: ResponseBody, request: Request) -> Response:
+        return await respond(backend, settings, body, request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -52,8 +52,8 @@ async def complete_chat(backend: Backend, settings: ChatSettings, body: ChatBody
         raise ApiError(400, "top_logprobs goes with logprobs: true only", param="top_logprobs")
     backend.check_model(body.model)
     backend.check()
-    chat = await asyncio.to_thread(_chat_request, backend, settings, body)
-    handle = await _submit(backend, settings, body, request, chat)
+    chat = await asyncio.to_thread(prepare_chat, backend, settings, body)
+    handle = await submit_chat(backend, settings, body, request, chat)
     completion = _ChatCompletion(backend, body, chat, handle)
     if body.stream:
         return await EventStream.begin(request, completion.events())
@@ -93,7 +93,8 @@ def _arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
-def _chat_request(backend: Backend, settings: ChatSettings, body: ChatBody) -> ChatRequest:
+def prepare_chat(backend: Backend, settings: ChatSettings, body: ChatBody) -> ChatRequest:
+    """The prompt of a chat, and how its answer is held and read; RequestRefused or ApiError for what cannot be."""
     messages = [template_message(message) for message in body.messages]
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -113,9 +114,10 @@ def _chat_request(backend: Backend, settings: ChatSettings, body: ChatBody) -> C
     return chat
 
 
-async def _submit(
+async def submit_chat(
     backend: Backend, settings: ChatSettings, body: ChatBody, request: Request, chat: ChatRequest
 ) -> Handle:
+    """Queue a chat; raises what ``AsyncEngine.submit`` does, and ConfigError for parameters that cannot be followed."""
     from paged_backend import turn_end_ids
 
     max_tokens = body.max_completion_tokens or body.max_tokens
