@@ -78,9 +78,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP to clients of OpenAI's API, from one running batch.
 
-    /v1/chat/completions and /v1/completions answer, in streams too; /v1/models, /health and /metrics (for Prometheus)
-    tell. Keys may also come, with spaces between them, in the environment variable PAGED_BACKEND_API_KEYS. Without a
-    key anybody who reaches the address may use it.
+    /v1/chat/completions, /v1/responses and /v1/completions answer, in streams too; /v1/models, /health and /metrics
+    (for Prometheus) tell. Keys may also come, with spaces between them, in the environment variable
+    PAGED_BACKEND_API_KEYS. Without a key anybody who reaches the address may use it.
 
     Ctrl-C or SIGTERM ends the server when the requests that run are over, and a second one at once.
     """

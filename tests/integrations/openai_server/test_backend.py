@@ -72,8 +72,8 @@ def test_a_key_says_whose_request_it_is_and_nobody_can_take_anothers_name(backen
 def test_clients_share_no_prefix_with_each_other_whatever_salt_they_give(backend: Backend):
     salts = [
         backend.options(body(cache_salt=salt), asked(client))["cache_salt"]
-        for client in (Client("a"), Client("b"), Client('a", "b'))
-        for salt in (None, "b", 'b"')
+        for client in (Client("a"), Client("ab"), Client('a", "b'))
+        for salt in (None, "None", "null", "b", "bb", 'b"')
     ]
     assert len(set(salts)) == len(salts)
     assert "cache_salt" not in backend.options(body(), asked())

@@ -154,3 +154,4 @@ async def test_a_client_that_goes_away_takes_its_request_along(app: Any, service
     exchange.go_away()
     await exchange.task
     await asyncio.to_thread(wait_until, lambda: service.num_unfinished == 0)
+    assert exchange.status != 200 or (stream and b"response.incomplete" not in exchange.answer)

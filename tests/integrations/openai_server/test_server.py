@@ -90,6 +90,26 @@ def test_openais_client_reads_texts_models_calls_and_logprobs(official: openai.O
     assert [entry.token for entry in told.choices[0].logprobs.content] == ["I", "t", " "]
 
 
+def test_openais_client_reads_the_newer_form_too(official: openai.OpenAI, service: ScriptedService):
+    service.writer = write_sensibly
+    whole = official.responses.create(model=MODEL, input="hello", max_output_tokens=50)
+    assert (whole.output_text, whole.status) == ("It is sunny, thank you.", "completed")
+    with official.responses.stream(model=MODEL, input="hello", max_output_tokens=50) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(texts) == stream.get_final_response().output_text == whole.output_text
+    parsed = official.responses.parse(model=MODEL, input="'Paris' 21", text_format=Weather)
+    assert parsed.output_parsed == Weather(place="Paris", degrees=21)
+
+
+async def test_langchain_speaks_the_newer_form_too(server: Running, service: ScriptedService):
+    service.writer = write_sensibly
+    chat = ChatOpenAI(model=MODEL, base_url=server.url, api_key=KEY, max_retries=0, use_responses_api=True)
+    assert (await chat.ainvoke("hello")).text == "It is sunny, thank you."
+    assert "".join([chunk.text async for chunk in chat.astream("hello")]) == "It is sunny, thank you."
+    called = await chat.bind_tools([get_weather]).ainvoke("the weather in 'Paris'")
+    assert [(call["name"], call["args"]) for call in called.tool_calls] == [("get_weather", {"place": "Paris"})]
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "code"),
     [
