@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,9 +42,13 @@ def official(server: Running, service: ScriptedService) -> Iterator[openai.OpenA
 
 
 @pytest.fixture
-def chat(server: Running, service: ScriptedService) -> ChatOpenAI:
+async def chat(server: Running, service: ScriptedService) -> AsyncIterator[ChatOpenAI]:
     service.writer = write_sensibly
-    return ChatOpenAI(model=MODEL, base_url=server.url, api_key=KEY, max_tokens=200, max_retries=0)
+    # LangChain's own client would outlive the event loop.
+    async with httpx.AsyncClient() as client:
+        yield ChatOpenAI(
+            model=MODEL, base_url=server.url, api_key=KEY, max_tokens=200, max_retries=0, http_async_client=client
+        )
 
 
 class Weather(BaseModel):
@@ -101,9 +105,8 @@ def test_openais_client_reads_the_newer_form_too(official: openai.OpenAI, servic
     assert parsed.output_parsed == Weather(place="Paris", degrees=21)
 
 
-async def test_langchain_speaks_the_newer_form_too(server: Running, service: ScriptedService):
-    service.writer = write_sensibly
-    chat = ChatOpenAI(model=MODEL, base_url=server.url, api_key=KEY, max_retries=0, use_responses_api=True)
+async def test_langchain_speaks_the_newer_form_too(chat: ChatOpenAI):
+    chat.use_responses_api = True
     assert (await chat.ainvoke("hello")).text == "It is sunny, thank you."
     assert "".join([chunk.text async for chunk in chat.astream("hello")]) == "It is sunny, thank you."
     called = await chat.bind_tools([get_weather]).ainvoke("the weather in 'Paris'")
@@ -171,8 +174,9 @@ async def test_langchain_over_it_chats_streams_calls_tools_and_keeps_to_schemas(
 
 def test_langchains_text_class_goes_on_with_texts(server: Running, service: ScriptedService):
     service.writer = lambda prompt, params: f"{prompt}!"
-    llm = OpenAI(model=MODEL, base_url=server.url, api_key=KEY, max_tokens=9, max_retries=0)
-    assert llm.batch(["a", "b"]) == ["a!", "b!"]
+    with httpx.Client() as client:
+        llm = OpenAI(model=MODEL, base_url=server.url, api_key=KEY, max_tokens=9, max_retries=0, http_client=client)
+        assert llm.batch(["a", "b"]) == ["a!", "b!"]
 
 
 async def test_a_stream_that_is_left_ends_its_request(server: Running, service: ScriptedService):
