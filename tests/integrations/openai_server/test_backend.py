@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from server_checks import MODEL, client_of, text_body
-from service_checks import Broken, break_steps, repair_steps
+from service_checks import PATIENCE_S, Broken, break_steps, repair_steps
 from starlette.datastructures import Headers
 from tiny_models import make_tiny
 from tiny_tokenizers import byte_tokenizer
 
-from paged_backend import AsyncEngine, Engine
+from paged_backend import AsyncEngine, Engine, tokenizer_lock
 from paged_backend.errors import ConfigError, ContextOverflow, EngineClosed, QueueFull
 from paged_backend.integrations.openai_server import create_app
 from paged_backend.integrations.openai_server.api_error import ApiError
 from paged_backend.integrations.openai_server.api_keys import Client
 from paged_backend.integrations.openai_server.backend import Backend
 from paged_backend.integrations.openai_server.bodies import CompletionBody
+from paged_backend.integrations.openai_server.completions import encode
 
 
 def asked(client: Client | None = None, **headers: str) -> Any:
@@ -78,6 +80,11 @@ def test_clients_share_no_prefix_with_each_other_whatever_salt_they_give(backend
     assert len(set(salts)) == len(salts)
     assert "cache_salt" not in backend.options(body(), asked())
     assert backend.options(body(cache_salt="s"), asked())["cache_salt"] == "s"
+
+
+def test_prompts_wait_for_no_answer_that_is_being_spelt(backend: Backend):
+    with tokenizer_lock(backend.engine.tokenizer), ThreadPoolExecutor() as pool:
+        assert pool.submit(encode, backend.tokenizer, "hi").result(PATIENCE_S)
 
 
 def test_a_prompt_may_be_bounded(shared_service: Any):

@@ -26,10 +26,11 @@ async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
 
 
 async def test_a_body_that_says_it_is_too_large_is_refused_unread(narrow: Any):
-    async with client_of(narrow) as client:
-        answer = await client.post(PATH, json=text_body(prompt="x" * 200))
-    assert answer.status_code == 413
-    assert "larger than 200 bytes" in answer.json()["error"]["message"]
+    exchange = Exchange(narrow, PATH, text_body(), {"content-length": "201"})
+    await exchange.task
+    assert exchange.status == 413
+    assert b"larger than 200 bytes" in exchange.answer
+    assert exchange._body
 
 
 async def test_a_body_that_does_not_say_how_large_it_is_is_refused_when_it_is_too_large(narrow: Any):
