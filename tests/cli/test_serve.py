@@ -112,7 +112,7 @@ def test_flags_reach_the_engine_the_application_and_the_server(run: Any, tmp_pat
     [
         (("--tool-parser", "mine"), "tool_parser='mine' is unknown; choose from hermes"),
         (("--api-key", "a b"), "an API key must be"),
-        (("--host", "no-such-host"), "cannot listen on no-such-host"),
+        (("--host", "no such host"), "cannot listen on no such host"),
         (("--scheduler", "mine"), "'mine'"),
     ],
 )

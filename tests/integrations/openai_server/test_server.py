@@ -306,14 +306,19 @@ def test_an_address_that_cannot_be_listened_on_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1, port {port}: Address already in use"):
             listen("127.0.0.1", port)
-    with pytest.raises(OSError, match="cannot listen on no-such-host, port 1"):
-        listen("no-such-host", 1)
+    with pytest.raises(OSError, match="cannot listen on no such host, port 1"):
+        listen("no such host", 1)
 
 
-def test_it_listens_where_it_is_told():
-    for host, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
-        with listen(host, 0) as listener:
-            assert (listener.family, listener.getsockname()[0]) == (family, host)
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_it_listens_where_it_is_told(host: str, family: socket.AddressFamily):
+    try:
+        listener = listen(host, 0)
+    except OSError:
+        assert family == socket.AF_INET6
+        pytest.skip("this machine has no IPv6")
+    with listener:
+        assert (listener.family, listener.getsockname()[0]) == (family, host)
 
 
 async def test_one_application_serves_several_event_loops(app: FastAPI):
