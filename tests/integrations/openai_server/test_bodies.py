@@ -29,6 +29,7 @@ def test_all_that_a_request_may_say_can_be_said_in_a_body():
     [
         {"temperature": float("nan")},
         {"top_p": float("inf")},
+        {"deadline_s": float("inf")},
         {"seed": 2**70},
         {"seed": 1.0},
         {"stream": "true"},
