@@ -12,6 +12,7 @@ from scripted_engine import CHAT_TEMPLATE, ScriptedService, write_sensibly
 from server_checks import HI, MODEL, Exchange, chat_body, client_of, events_of
 from service_checks import wait_until
 
+from paged_backend import turn_end_ids
 from paged_backend.integrations.openai_server import create_app
 
 PATH = "/v1/chat/completions"
@@ -66,6 +67,16 @@ async def test_an_answer_goes_to_what_the_template_makes_of_the_messages(
     assert answer["message"] == {"role": "assistant", "content": "I am well.", "refusal": None}
     assert (answer["finish_reason"], answer["logprobs"]) == ("stop", None)
     assert service.prompts == ["system: be brief\nuser: how are you?\nassistant: "]
+
+
+async def test_an_answer_ends_with_its_turn_unless_no_end_is_wanted(
+    client: httpx.AsyncClient, service: ScriptedService
+):
+    await ask(client, stop_token_ids=[7], max_tokens=1)
+    await ask(client, ignore_eos=True, max_tokens=1)
+    assert service.params[0].stop_token_ids == (7, *turn_end_ids(service.engine))
+    assert turn_end_ids(service.engine)
+    assert service.params[1].stop_token_ids == ()
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
