@@ -22,14 +22,18 @@ from langchain_core.tools import BaseTool
 from pydantic import Field, model_validator
 
 from paged_backend import __version__
+from paged_backend.integrations.chat.chat_request import SETTINGS, ChatRequest, chat_request, tool_choice
+from paged_backend.integrations.chat.response_parser import Piece
+from paged_backend.integrations.chat.token_counts import num_tokens_of
+from paged_backend.integrations.chat.token_usage import token_usage
 from paged_backend.integrations.langchain.batches import BatchesTogether
 from paged_backend.integrations.langchain.bound_chat import BoundChat
 from paged_backend.integrations.langchain.cancel_scope import CancelScope
-from paged_backend.integrations.langchain.chat_request import SETTINGS, ChatRequest, chat_request, tool_choice
+from paged_backend.integrations.langchain.errors import translated
+from paged_backend.integrations.langchain.messages import template_messages
 from paged_backend.integrations.langchain.paged_model import SCHEDULING, PagedModel
 from paged_backend.integrations.langchain.profiles import profile_of
-from paged_backend.integrations.langchain.response_parser import Piece
-from paged_backend.integrations.langchain.results import details, num_tokens_of, token_usage, usage_metadata
+from paged_backend.integrations.langchain.results import details, usage_metadata
 from paged_backend.integrations.langchain.structured_output import structured_output
 from paged_backend.integrations.langchain.tools import openai_tools
 
@@ -288,7 +292,9 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
     # Inside
 
     def _request(self, service: Any, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]) -> ChatRequest:
-        return chat_request(self, self._tokenizer(service), messages, kwargs)
+        tools = openai_tools(kwargs.get("tools"))
+        with translated():
+            return chat_request(self, self._tokenizer(service), template_messages(messages), {**kwargs, "tools": tools})
 
     def _result(
         self, request: ChatRequest, outputs: list[RequestOutput], service: Any, kwargs: Mapping[str, Any]
@@ -384,4 +390,5 @@ class _ChunkBuilder:
 
 def _check_choice(choice: Any, tools: list[dict[str, Any]]) -> None:
     # Within bind_tools the name is its argument's.
-    tool_choice(choice, tools)
+    with translated():
+        tool_choice(choice, tools)

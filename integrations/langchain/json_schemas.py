@@ -1,16 +1,13 @@
-"""JSON schemas that outputs are held to: of tool calls, and of structured answers."""
+"""JSON schemas of structured answers, from all that LangChain takes for one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import TypeAdapter
-
-from paged_backend.integrations.langchain.closed_schemas import closed
-from paged_backend.integrations.langchain.schema_references import moved
 
 # Where tools and response formats have their schema.
 _HOLDERS = ("schema", "parameters", "input_schema", "inputSchema")
@@ -30,29 +27,6 @@ def schema_of(source: Any) -> dict[str, Any]:
     except RecursionError:
         # LangChain does not get to the end of a TypedDict that holds itself.
         return TypeAdapter(source).json_schema()
-
-
-def call_schema(tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Of one call of any of these tools (in OpenAI's form), or of an ``answer`` instead."""
-    is_choice = len(tools) + (answer is not None) > 1
-    places = [f"#/anyOf/{number}" if is_choice else "#" for number in range(len(tools) + 1)]
-    choices = []
-    for place, tool in zip(places, tools, strict=False):
-        function = tool["function"]
-        parameters = closed(function.get("parameters") or {"type": "object", "properties": {}})
-        call = {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": moved(parameters, f"{place}/properties/arguments"),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        choices.append(call)
-    if answer is not None:
-        choices.append(moved(closed(answer), places[-1]))
-    return {"anyOf": choices} if is_choice else choices[0]
 
 
 def _schema_in(source: Mapping[str, Any]) -> dict[str, Any]:

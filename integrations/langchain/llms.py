@@ -14,9 +14,10 @@ from langchain_core.tracers._streaming import _StreamingCallbackHandler
 from pydantic import model_validator
 
 from paged_backend import __version__
+from paged_backend.integrations.chat.token_usage import sum_usage, token_usage
 from paged_backend.integrations.langchain.batches import BatchesTogether
 from paged_backend.integrations.langchain.paged_model import SAMPLING, PagedModel
-from paged_backend.integrations.langchain.results import details, sum_usage, token_usage
+from paged_backend.integrations.langchain.results import details
 
 if TYPE_CHECKING:
     from paged_backend import RequestOutput

@@ -9,7 +9,7 @@ from typing import Any
 
 from langchain_core.language_models.model_profile import ModelProfile
 
-from paged_backend.integrations.langchain.messages import knows_tools
+from paged_backend.integrations.chat.conversations import knows_tools
 
 
 def profile_of(model: str, chat_template: str | None, engine: Any) -> ModelProfile | None:

@@ -9,9 +9,9 @@ from langchain_core.tools import BaseTool, create_schema_from_function
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
+from paged_backend.integrations.chat.schema_references import refers_to_itself, target
 from paged_backend.integrations.langchain.errors import PagedInvalidRequestError
 from paged_backend.integrations.langchain.json_schemas import schema_of
-from paged_backend.integrations.langchain.schema_references import refers_to_itself, target
 
 _NOT_OF_PARAMETERS = ("name", "title", "description", "strict")
 _TYPES_OF_SCHEMAS = ("object", "array", "string", "number", "integer", "boolean", "null")

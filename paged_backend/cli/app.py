@@ -24,6 +24,7 @@ from paged_backend.cli.doctor import doctor
 from paged_backend.cli.generate import generate
 from paged_backend.cli.options import AsJson, Model, Terminal, Threads, errors_in_words, start, write_all
 from paged_backend.cli.replay import replay
+from paged_backend.cli.serve import serve
 from paged_backend.cli.study import study
 from paged_backend.cli.tune import tune
 
@@ -78,6 +79,7 @@ def demo(
 
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(replay)
 app.command()(bench)
 app.command()(study)

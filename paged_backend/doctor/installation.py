@@ -26,6 +26,9 @@ def versions() -> Iterator[Finding]:
     extras = [extra for extra in own.metadata.get_all("Provides-Extra") or [] if extra not in _INNER_EXTRAS]
     absent = []
     for requirement in map(Requirement, own.requires or []):
+        # An extra of extras, whose packages stand there by themselves.
+        if requirement.name == NAME:
+            continue
         for extra in ["", *extras]:
             if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
                 continue

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from email.message import Message
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +50,15 @@ def test_what_is_needed_and_missing_is_a_problem_and_an_extra_is_none(monkeypatc
     assert "pip install 'pluggy>=1.5'" in found["pluggy"].words
     assert found["extras"].state == "note"
     assert "llguidance (extra 'structured')" in found["extras"].words
+
+
+def test_an_extra_that_consists_of_others_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = ["pluggy>=1.5", "paged-backend[cli]; extra == 'serve'"]
+    metadata = Message()
+    metadata["Provides-Extra"] = "serve"
+    own = SimpleNamespace(version="0.1.0", metadata=metadata, requires=requires)
+    monkeypatch.setattr(installation, "distribution", lambda name: own)
+    assert [finding.name for finding in installation.versions()] == ["paged-backend", "Python", "pluggy"]
 
 
 def test_a_broken_plugin_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from server_checks import running
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import paged_backend
+from paged_backend.integrations.openai_server import create_app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -105,6 +107,16 @@ def test_langchain_agent_calls_its_tool_for_every_question(tiny_folder: str, run
 def test_langchain_throughput_prints_both_and_their_ratio(tiny_folder: str, run_example: Callable[..., str]) -> None:
     output = run_example("langchain_throughput.py", "--model", tiny_folder, "--num-chats", "4", "--max-tokens", "8")
     assert re.search(r"ChatPaged.batch .*\nChatHuggingFace.batch .*\nratio \d+\.\d$", output.strip())
+
+
+def test_openai_client_asks_a_server_in_each_of_the_ways(tiny_folder: str, run_example: Callable[..., str]) -> None:
+    questions = constant("QUESTIONS", of="openai_client.py")
+    with paged_backend.Engine.from_pretrained(tiny_folder) as engine, running(create_app(engine)) as server:
+        output = run_example("openai_client.py", "--base-url", server.url, "--max-tokens", "8")
+    assert all(f"{question} -> " in output for question in questions)
+    assert "streamed: " in output
+    assert re.search(r"calls get_weather\(\{'city': ", output)
+    assert re.search(r"structured: title=(['\"]).*\1 stars=[1-5]", output, flags=re.DOTALL)
 
 
 def test_every_example_is_run_here() -> None:

@@ -161,5 +161,5 @@ def test_reasoning_goes_on_from_its_beginning(said: ScriptedService) -> None:
 
 
 def test_only_an_answer_can_go_on(chat: ChatPaged) -> None:
-    with pytest.raises(ModelInvalidRequestError, match=r"AIMessage.*HumanMessage"):
+    with pytest.raises(ModelInvalidRequestError, match="of the assistant, but the last one has the role 'user'"):
         chat.invoke("x", chat_template_kwargs=PREFILL)

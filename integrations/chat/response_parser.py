@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paged_backend.integrations.langchain.tool_formats import Calls, ToolFormat, read_answer_calls
+from paged_backend.integrations.chat.tool_formats import Calls, ToolFormat, read_answer_calls
 
 # How an answer in JSON begins.
 _JSON_STARTS = ("{", "[", "```")

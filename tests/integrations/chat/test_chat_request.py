@@ -6,12 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from langchain_core.messages import ChatMessage, HumanMessage
 from tiny_tokenizers import byte_tokenizer
 
-from paged_backend.integrations.langchain.chat_request import ChatRequest, chat_request, tool_choice
-from paged_backend.integrations.langchain.errors import PagedInvalidRequestError
-from paged_backend.integrations.langchain.tool_formats import FORMATS
+from paged_backend.errors import RequestRefused
+from paged_backend.integrations.chat.chat_request import ChatRequest, chat_request, tool_choice
+from paged_backend.integrations.chat.tool_formats import FORMATS
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 SETTINGS = {"chat_template": None, "chat_template_kwargs": {}, "tool_parser": None, "reasoning_tags": None}
@@ -20,7 +19,7 @@ TOKENIZER = byte_tokenizer("{% if tools %}{{ tools }}{% endif %}{{ messages[0].c
 
 def request(*messages: Any, tokenizer: Any = TOKENIZER, **kwargs: Any) -> ChatRequest:
     chat = SimpleNamespace(model="m", **SETTINGS)
-    return chat_request(chat, tokenizer, messages or [HumanMessage("hi")], kwargs)
+    return chat_request(chat, tokenizer, messages or [{"role": "user", "content": "hi"}], kwargs)
 
 
 @pytest.mark.parametrize("value", [None, False, "auto"])
@@ -45,9 +44,9 @@ def test_a_choice_may_be_said_as_openai_and_others_say_it(value: Any, choice: st
 
 
 def test_a_choice_without_its_tool_is_refused_with_the_tools_there_are():
-    with pytest.raises(PagedInvalidRequestError, match=r"tool_choice='g' is neither a tool \(f\) nor auto"):
+    with pytest.raises(RequestRefused, match=r"tool_choice='g' is neither a tool \(f\) nor auto"):
         tool_choice("g", [TOOL])
-    with pytest.raises(PagedInvalidRequestError, match="needs tools; bind some"):
+    with pytest.raises(RequestRefused, match="needs tools; bind some"):
         tool_choice("any", [])
 
 
@@ -88,10 +87,20 @@ def test_a_response_format_holds_the_answer(kind: str, schema: Any):
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(arguments: dict[str, Any], why: str):
-    with pytest.raises(PagedInvalidRequestError, match=why):
+    with pytest.raises(RequestRefused, match=why):
         request(**arguments)
 
 
 def test_a_role_that_is_no_word_is_refused():
-    with pytest.raises(PagedInvalidRequestError, match="is no role; use letters"):
-        request(ChatMessage(role="a b", content="hi"))
+    with pytest.raises(RequestRefused, match="is no role; use letters"):
+        request({"role": "a b", "content": "hi"})
+
+
+def test_an_answer_goes_on_only_where_the_last_message_is_the_assistants():
+    with pytest.raises(RequestRefused, match="goes on with a message of the assistant, but the last one has the role"):
+        request(chat_template_kwargs={"continue_final_message": True})
+
+
+def test_what_a_tool_sets_for_templates_is_no_variable_of_a_call():
+    with pytest.raises(RequestRefused, match="chat_template_kwargs holds 'tokenize', which is no variable"):
+        request(chat_template_kwargs={"tokenize": False})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paged_backend.integrations.langchain.closed_schemas import closed
+from paged_backend.integrations.chat.closed_schemas import closed
 
 E = {"enum": ["p", "q"]}
 SHUT = {"additionalProperties": False}

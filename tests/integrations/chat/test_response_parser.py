@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.integrations.langchain.response_parser import ResponseParser
-from paged_backend.integrations.langchain.tool_formats import FORMATS, read_json_calls, read_mistral_calls
+from paged_backend.integrations.chat.response_parser import ResponseParser
+from paged_backend.integrations.chat.tool_formats import FORMATS, read_json_calls, read_mistral_calls
 
 PARTS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<", " ", "\n", "words ",

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paged_backend import Engine
+from paged_backend.integrations.chat.token_bytes import TokenBytes
 from paged_backend.integrations.langchain import ChatPaged, PagedLLM
-from paged_backend.integrations.langchain.token_bytes import TokenBytes
 
 
 def metaspace() -> PreTrainedTokenizerFast:

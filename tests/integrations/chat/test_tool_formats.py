@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paged_backend.integrations.langchain.tool_formats import (
+from paged_backend.integrations.chat.tool_formats import (
     FORMATS,
     format_of_template,
     read_answer_calls,

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage
 
-from paged_backend.integrations.langchain.errors import PagedInvalidRequestError
-from paged_backend.integrations.langchain.json_schemas import call_schema
-from paged_backend.integrations.langchain.messages import conversations, in_words, knows_tools
-from paged_backend.integrations.langchain.response_parser import ResponseParser, WholeParser
-from paged_backend.integrations.langchain.tool_formats import FORMATS, ToolFormat, format_of_template
-from paged_backend.integrations.langchain.tools import openai_tools
+from paged_backend.errors import RequestRefused
+from paged_backend.integrations.chat.call_schema import call_schema
+from paged_backend.integrations.chat.conversations import conversations, in_words, knows_tools
+from paged_backend.integrations.chat.response_parser import ResponseParser, WholeParser
+from paged_backend.integrations.chat.tool_formats import FORMATS, ToolFormat, format_of_template
 
-# Fields of ChatPaged that a call may also give.
+# What ChatSettings say and a call may say otherwise.
 SETTINGS = ("chat_template", "chat_template_kwargs", "tool_parser", "reasoning_tags")
 # Arguments of apply_chat_template that are settled here.
 _NO_VARIABLES = frozenset(
@@ -27,7 +25,7 @@ _NO_VARIABLES = frozenset(
 
 
 class ChatSettings(Protocol):
-    """What ChatPaged says of all its calls."""
+    """What is the same for all calls of a model, by whose name errors call it."""
 
     model: Any
     chat_template: str | None
@@ -38,7 +36,7 @@ class ChatSettings(Protocol):
 
 @dataclass
 class ChatRequest:
-    """``sampling`` holds the constraint, for ``_submit``."""
+    """prompt: token ids. sampling: fields of SamplingParams that the output needs. The rest is for ``parser``."""
 
     prompt: list[int]
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -56,15 +54,17 @@ class ChatRequest:
 
 
 def chat_request(
-    chat: ChatSettings, tokenizer: Any, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]
+    chat: ChatSettings, tokenizer: Any, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
 ) -> ChatRequest:
     """Render the prompt and settle how the answer is constrained and read.
 
-    Raises PagedInvalidRequestError for what the template or the model cannot take.
+    messages: as ``conversations`` takes them. kwargs: those of SETTINGS that differ, and OpenAI's ``tools``,
+    ``tool_choice``, ``parallel_tool_calls`` and ``response_format``. Raises RequestRefused for what the template or
+    the model cannot take.
     """
     settings = {name: kwargs.get(name, getattr(chat, name)) for name in SETTINGS}
     variables = {**chat.chat_template_kwargs, **(kwargs.get("chat_template_kwargs") or {})}
-    tools = openai_tools(kwargs.get("tools"))
+    tools = list(kwargs.get("tools") or ())
     choice = tool_choice(kwargs.get("tool_choice"), tools)
     if choice == "none":
         tools = []
@@ -113,11 +113,11 @@ def tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     if value in (True, "any", "required"):
         value = "any"
     elif value not in names:
-        raise PagedInvalidRequestError(
+        raise RequestRefused(
             f"tool_choice={value!r} is neither a tool ({', '.join(names) or 'there are none'}) nor auto, any or none"
         )
     if not tools:
-        raise PagedInvalidRequestError(f"tool_choice={value!r} needs tools; bind some")
+        raise RequestRefused(f"tool_choice={value!r} needs tools; bind some")
     return str(value)
 
 
@@ -127,8 +127,8 @@ def _chat_template(chat: ChatSettings, given: str | None, tokenizer: Any, *, wit
     if isinstance(template, Mapping):
         template = template.get("tool_use" if with_tools else "default") or template.get("default")
     if not template:
-        raise PagedInvalidRequestError(
-            f"model={chat.model!r} has no chat template; pass chat_template=..., or use PagedLLM for plain texts"
+        raise RequestRefused(
+            f"model={chat.model!r} has no chat template; pass chat_template=...; plain texts need none"
         )
     return str(template)
 
@@ -138,7 +138,7 @@ def _render(
     tokenizer: Any,
     template: str,
     variables: Mapping[str, Any],
-    messages: Sequence[BaseMessage],
+    messages: Sequence[Mapping[str, Any]],
     tools: Sequence[dict[str, Any]],
 ) -> tuple[list[int], str]:
     """The prompt's ids, and how it ends."""
@@ -161,22 +161,22 @@ def _render(
         except (TemplateError, TypeError, ValueError) as error:
             refusal = refusal or error
     problem = refusal or "it leaves out what it is to say of tools"
-    raise PagedInvalidRequestError(f"the chat template of model={chat.model!r} refused: {problem}") from refusal
+    raise RequestRefused(f"the chat template of model={chat.model!r} refused: {problem}") from refusal
 
 
-def _check_messages(messages: Sequence[BaseMessage], variables: Mapping[str, Any]) -> None:
+def _check_messages(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
     if not messages:
-        raise PagedInvalidRequestError("there are no messages; give at least one")
+        raise RequestRefused("there are no messages; give at least one")
     for message in messages:
         # Templates write roles between control tokens.
-        if isinstance(message, ChatMessage) and not re.fullmatch(r"\w+", message.role):
-            raise PagedInvalidRequestError(f"role={message.role!r} is no role; use letters, digits and underscores")
+        if not re.fullmatch(r"\w+", message["role"]):
+            raise RequestRefused(f"role={message['role']!r:.200} is no role; use letters, digits and underscores")
     for name in variables.keys() & _NO_VARIABLES:
-        raise PagedInvalidRequestError(f"chat_template_kwargs holds {name!r}, which is no variable of a template")
-    if variables.get("continue_final_message") and not isinstance(messages[-1], AIMessage):
-        raise PagedInvalidRequestError(
-            f"continue_final_message goes on with an AIMessage, but the last one is a {type(messages[-1]).__name__}; "
-            "end the messages with the beginning of the answer"
+        raise RequestRefused(f"chat_template_kwargs holds {name!r}, which is no variable of a template")
+    if variables.get("continue_final_message") and messages[-1]["role"] != "assistant":
+        raise RequestRefused(
+            "continue_final_message goes on with a message of the assistant, but the last one has the role "
+            f"{messages[-1]['role']!r}; end the messages with the beginning of the answer"
         )
 
 
@@ -207,7 +207,7 @@ def _tool_format(parser: Any, template: str) -> ToolFormat | WholeParser:
         return format_of_template(template) if knows_tools(template) else FORMATS["hermes"]
     if isinstance(parser, (str, bytes)):
         if parser not in FORMATS:
-            raise PagedInvalidRequestError(f"tool_parser={parser!r} is unknown; choose from {', '.join(FORMATS)}")
+            raise RequestRefused(f"tool_parser={parser!r} is unknown; choose from {', '.join(FORMATS)}")
         return FORMATS[str(parser)]
     return parser
 
@@ -232,7 +232,7 @@ def _answer_schema(response_format: Any) -> Mapping[str, Any] | None:
         schema = response_format.get("json_schema", {}).get("schema")
         if isinstance(schema, Mapping):
             return schema
-    raise PagedInvalidRequestError(
+    raise RequestRefused(
         f"response_format={response_format!r:.200} is unknown; give {{'type': 'json_schema', 'json_schema': "
         "{'name': ..., 'schema': ...}}, {'type': 'json_object'} or {'type': 'text'}"
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paged_backend.integrations.langchain.schema_references import moved, references, refers_to_itself, target
+from paged_backend.integrations.chat.schema_references import moved, references, refers_to_itself, target
 
 
 def test_references_are_found_at_any_depth():

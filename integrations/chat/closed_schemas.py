@@ -7,7 +7,7 @@ from itertools import permutations
 from typing import Any
 from urllib.parse import unquote
 
-from paged_backend.integrations.langchain.schema_references import references, target
+from paged_backend.integrations.chat.schema_references import references, target
 
 _DEFINITIONS = ("$defs", "definitions")
 # What stands in a schema without saying what the value may be.
