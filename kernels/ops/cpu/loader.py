@@ -34,6 +34,8 @@ LEVELS = {
     "avx2": _AVX2,
     "plain": (),
 }
+# What torch's variable of the environment allows at most.
+_CAPABILITIES = {"default": "plain", "avx2": "avx2"}
 _building = threading.Lock()
 
 
@@ -79,7 +81,17 @@ def is_loaded() -> bool:
 
 @functools.cache
 def level() -> str:
-    """The best of LEVELS that this processor knows."""
+    """The best of LEVELS that this processor knows, and that torch's own kernels may use.
+
+    As torch does, it takes no better one than the environment's ``ATEN_CPU_CAPABILITY`` ("default", "avx2"), so that a
+    machine can stand in for an older one.
+    """
+    known = list(LEVELS)
+    most = _CAPABILITIES.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), known[0])
+    return max(_processor_level(), most, key=known.index)
+
+
+def _processor_level() -> str:
     if platform.machine() in ("x86_64", "AMD64"):
         try:
             flags = set(Path("/proc/cpuinfo").read_text().split())
