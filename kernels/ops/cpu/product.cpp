@@ -19,14 +19,17 @@ constexpr int64_t kSteps = 128;
 // Multiplications worth a thread of their own.
 constexpr int64_t kGrain = 1 << 16;
 
-Tile tile_for(const Weight& weight, int64_t num_rows) {
+// The tile for some rows, which fetches ahead by a stride. Wide says that the panel has been made floats.
+template <bool Far>
+Tile tile_for(const Weight& weight, bool wide, int64_t num_rows) {
 #if defined(__AVX512BF16__)
   if (weight.pairs) {
-    return weight.type == Type::i8 ? tile_of<Int8Pairs>(num_rows) : tile_of<Bf16Pairs>(num_rows);
+    return weight.type == Type::i8 ? tile_of<Int8Pairs, Far>(num_rows) : tile_of<Bf16Pairs, Far>(num_rows);
   }
 #endif
-  if (weight.type == Type::i8) return tile_of<Plain<int8_t>>(num_rows);
-  return with_type(weight.type, [&](auto number) { return tile_of<Plain<decltype(number)>>(num_rows); });
+  if (wide) return tile_of<Plain<float>, Far>(num_rows);
+  if (weight.type == Type::i8) return tile_of<Plain<int8_t>, Far>(num_rows);
+  return with_type(weight.type, [&](auto number) { return tile_of<Plain<decltype(number)>, Far>(num_rows); });
 }
 
 // Numbers of a panel as floats.
@@ -106,12 +109,11 @@ void product(const void* x, Type type, int64_t num_rows, const Weight& weight, T
       const int64_t ahead = fetches ? (bytes / num_tiles + 63) / 64 * 64 : 0;
       for (int64_t t = 0; t < num_tiles; ++t) {
         const int64_t row = count * t / num_tiles, rows = count * (t + 1) / num_tiles - row;
-        const Tile tile = widens ? tile_of<Plain<float>>(rows) : tile_for(weight, rows);
-        const int64_t times = some * passes_of(rows);
+        const int64_t times = some * passes_of(rows), stride = t * ahead < bytes ? (ahead + times - 1) / times : 0;
+        const Tile tile = stride < 64 ? tile_for<false>(weight, widens, rows) : tile_for<true>(weight, widens, rows);
         tile(static_cast<const char*>(x) + (first + row) * row_bytes + row_bytes / steps * from, depth,
              widens ? static_cast<const void*>(wide) : columns, some, sums + row * kPanel, kPanel, from > 0,
-             fetches ? columns + (num_tiles > 1 ? panel_bytes : kAhead) + t * ahead : columns,
-             t * ahead < bytes ? (ahead + times - 1) / times : 0);
+             fetches ? columns + (num_tiles > 1 ? panel_bytes : kAhead) + t * ahead : columns, stride);
         if (from + some < steps) continue;
         with_type(type, [&](auto number) {
           using T = decltype(number);
