@@ -88,10 +88,12 @@ def level() -> str:
     """
     known = list(LEVELS)
     most = _CAPABILITIES.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), known[0])
-    return max(_processor_level(), most, key=known.index)
+    return max(processor_level(), most, key=known.index)
 
 
-def _processor_level() -> str:
+@functools.cache
+def processor_level() -> str:
+    """The best of LEVELS that this processor knows."""
     if platform.machine() in ("x86_64", "AMD64"):
         try:
             flags = set(Path("/proc/cpuinfo").read_text().split())
