@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 
 namespace paged {
@@ -18,6 +19,8 @@ constexpr int64_t kLeastRows = 64, kMostRows = 256;
 constexpr int64_t kSteps = 128;
 // Multiplications worth a thread of their own.
 constexpr int64_t kGrain = 1 << 16;
+// How often a thread comes by for more of a product.
+constexpr int64_t kTurns = 8;
 
 // The tile for some rows, which fetches ahead by a stride. Wide says that the panel has been made floats.
 template <bool Far>
@@ -127,8 +130,14 @@ void product(const void* x, Type type, int64_t num_rows, const Weight& weight, T
     }
   };
   const int64_t grain = std::max<int64_t>(1, kGrain / (depth * kPanel * std::min(num_rows, most_rows)));
-  at::parallel_for(0, num_blocks * num_panels, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) run(i / num_panels, i % num_panels);
+  // Threads take what is next as they come by: one whose core is busy with something else gets less of it.
+  const int64_t all = num_blocks * num_panels, shares = std::min<int64_t>(at::get_num_threads(), all / grain);
+  const int64_t some = shares > 1 ? std::max(grain, all / (kTurns * shares)) : all;
+  std::atomic<int64_t> next = 0;
+  at::parallel_for(0, std::max<int64_t>(1, shares), 1, [&](int64_t, int64_t) {
+    for (int64_t begin; (begin = next.fetch_add(some)) < all;) {
+      for (int64_t i = begin; i < std::min(begin + some, all); ++i) run(i / num_panels, i % num_panels);
+    }
   });
 }
 
