@@ -89,6 +89,7 @@ def test_the_level_that_runs_and_what_would_be_faster_are_told(monkeypatch: pyte
     assert only(backends.speed).words == "C++ (avx2) runs; faster are this; that"
 
 
+@pytest.mark.filterwarnings("ignore::paged_backend.kernels.cpu.UnavailableWarning")
 @pytest.mark.usefixtures("without_a_compiler")
 def test_without_a_compiler_speed_is_no_second_problem() -> None:
     assert not list(backends.speed())

@@ -80,6 +80,28 @@ def test_int8_weights_equal_the_product_with_what_they_stand_for(dtype):
         assert_close(packed(x), x.float() @ rounded.T, dtype)
 
 
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_float32_weights_that_half_precision_holds_are_halved_without_changing_a_bit(monkeypatch, half):
+    weight = draw(70, 200, dtype=half).float()
+    packed = cpu.pack(weight)
+    assert packed.packed.dtype == half
+    assert packed.packed.dim() == 3
+    monkeypatch.setattr(MODULE, "_halved", lambda weight: weight)
+    whole = cpu.pack(weight)
+    assert whole.packed.dtype == torch.float32
+    for rows in ROWS:
+        x = draw(rows, 200, seed=rows)
+        torch.testing.assert_close(packed(x), whole(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("number", [1 + 2**-12, 1e30 * (1 + 2**-9), float("nan")])
+def test_one_number_that_half_precision_does_not_hold_keeps_a_weight_whole(number):
+    weight = draw(40, 16, dtype=torch.bfloat16).float()
+    weight[3, 5] = number
+    assert cpu.pack(weight).packed.dtype == torch.float32
+
+
 def test_a_column_of_zeros_stays_zero_in_int8():
     weight = draw(33, 16)
     weight[7] = 0

@@ -29,8 +29,8 @@ def faster(dtype: torch.dtype | None = None, quantize: str | None = None) -> tup
     if halves:
         others, names = (" or ".join(str(d).removeprefix("torch.") for d in some) for some in (as_they_are, halves))
         ways.append(
-            f"dtype {others} where many requests run at once, since {here!r} multiplies no {names}, which is widened "
-            f"for every step; a request that runs alone is faster in {names}, with half as much to read"
+            f"dtype {others} where many requests run at once, since {here!r} multiplies no {names}, which is converted "
+            f"for every step; weights that half precision holds are read as such in float32 too"
         )
     if quantize is None:
         ways.append('quantize="int8" for few requests at once, which take the time of reading the weights')
