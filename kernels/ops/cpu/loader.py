@@ -24,7 +24,8 @@ import torch
 _SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "rows.cpp", "state.cpp")
 _HEADERS = ("attention.h", "product.h", "rows.h", "state.h", "vec.h")
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-O3", "-fopenmp", "-w")
+# Hidden, since a process that loads two levels would take one's tables of functions for the other's.
+_FLAGS = ("-O3", "-fopenmp", "-w", "-fvisibility=hidden")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 # What the compiler may use at each level; "plain" is the least that every processor of the architecture has.
