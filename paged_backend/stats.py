@@ -111,6 +111,8 @@ class EngineStats:
         token filled. states: recurrent states, None of a model without.
     block_size_reason: why blocks are as large as they are, in words: what was measured, or who said so.
     swaps_made, swaps_refused, packed_bytes: see `Swaps`.
+    kernels: what computes: ``C++ (avx2)``, by the processor's level, ``plain torch``, ``triton`` or a plugin's backend.
+    faster: what would be faster on this machine, in words; nothing where nothing is known.
     """
 
     num_waiting: int
@@ -135,3 +137,5 @@ class EngineStats:
     packed_bytes: int = 0
     states: StateStats | None = None
     block_size_reason: str = ""
+    kernels: str = ""
+    faster: tuple[str, ...] = ()

@@ -2,8 +2,9 @@
 
     taskset -c 1 python kernels/bench/bench_cpu.py MODEL [--threads 1] [--dtype bfloat16] [--quantize int8] [--stock]
 
-MODEL is a folder or hub id. Prints the fastest product and the fastest read of memory that the machine shows, then
-tokens a second of four workloads beside what these ceilings allow, then where the time of a step of decodes goes.
+MODEL is a folder or hub id. Prints what computes, at which level of the processor, the fastest product and the fastest
+read of memory that the machine shows, and the share of them that products reach by their rows; then tokens a second of
+four workloads beside what these ceilings allow, then where the time of a step of decodes goes.
 --stock adds one padded batch of stock generate, --perplexity what int8 weights cost on text.txt; --tiny shrinks the
 workloads, for a test. Pin the process: on a busy machine, threads that wait for each other are slower than one alone.
 """
@@ -32,6 +33,8 @@ from paged_backend.swaps.layer import FusedLayer
 # Decodes at a context whose step is split, and what is run of each workload when all is to be tiny.
 _SPLITS = ((1, 128), (32, 250), (8, 2048))
 _TINY = 8
+# Rows of tokens that the products are tried with by themselves.
+_ROWS = (1, 4, 8, 32, 128)
 _TEXT = Path(__file__).with_name("text.txt")
 _MEMORY_BYTES = 256 << 20
 
@@ -150,6 +153,20 @@ def ceilings(engine: Engine, dtype: torch.dtype) -> Ceilings:
     )
 
 
+def product_shares(best: Ceilings, dtype: torch.dtype) -> str:
+    """What share of the ceilings all products of a step reach, by their rows."""
+    shares = []
+    for num_rows in _ROWS:
+        rows = {depth: torch.randn(num_rows, depth).to(dtype) for depth in map(_depth, best.layers + best.heads)}
+
+        def products(rows: dict[int, torch.Tensor] = rows) -> None:
+            for weight in best.layers + best.heads:
+                weight(rows[_depth(weight)])
+
+        shares.append(f"{num_rows}: {best.products_s(num_rows, num_rows) / best_seconds(products, 3):.0%}")
+    return ", ".join(shares)
+
+
 def step_split(engine: Engine, num_seqs: int, context: int, best: Ceilings) -> None:
     """Print where a step of `num_seqs` decodes at a context goes: products, attention, the rest of the pass."""
     runner, twin = engine.runner, engine.twin
@@ -247,7 +264,12 @@ def main() -> None:
     for name, why in list(stats.swaps_refused.items())[:5]:
         print(f"  {name} was not swapped: {why}")
     best = ceilings(engine, dtype)
-    print(f"{args.dtype}, {args.threads} thread(s): at best {best.gflops:.0f} GFLOP/s and {best.gbs:.1f} GB/s")
+    print(
+        f"{args.dtype}, {args.threads} thread(s), {stats.kernels}: "
+        f"at best {best.gflops:.0f} GFLOP/s and {best.gbs:.1f} GB/s"
+    )
+    if best.layers:
+        print(f"products reach of that, by rows: {product_shares(best, dtype)}")
 
     work = draw(model.config.vocab_size, args.seed)
     if args.tiny:

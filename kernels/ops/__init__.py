@@ -4,7 +4,7 @@ from paged_backend.kernels import cpu, triton
 from paged_backend.kernels.attention_variant import AttentionVariant
 from paged_backend.kernels.copy_blocks import copy_blocks
 from paged_backend.kernels.decode_attention import decode_attention
-from paged_backend.kernels.dispatch import AUTO, Backend, backends, register
+from paged_backend.kernels.dispatch import AUTO, Backend, backends, preferred, register
 from paged_backend.kernels.first_argmax import first_argmax
 from paged_backend.kernels.gated_activation import gelu_mul, silu_mul
 from paged_backend.kernels.gated_delta_update import gated_delta_update
@@ -39,6 +39,7 @@ __all__ = [
     "first_argmax",
     "gated_delta_update",
     "gelu_mul",
+    "preferred",
     "prefill_attention",
     "rms_norm",
     "rotary_store_kv",

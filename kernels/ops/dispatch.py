@@ -65,6 +65,12 @@ def implementation(operation: str, backend: str | Backend, tensor: torch.Tensor)
     return function or _preferred(operation, tensor.device)
 
 
+def preferred(device: torch.device) -> Backend:
+    """The backend that "auto" takes on a device; on a CPU that may compile the C++ operations first."""
+    able = (b for b in _backends.values() if device.type in b.devices and b.unavailable(device) is None)
+    return next(able, REFERENCE)
+
+
 def _named(operation: str, name: str) -> Backend:
     names = [backend.name for backend in backends() if backend is AUTO or operation in backend.functions]
     if name not in names:

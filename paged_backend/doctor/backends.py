@@ -12,7 +12,7 @@ import torch
 
 from paged_backend.config import SWAPS
 from paged_backend.doctor.finding import Finding, State
-from paged_backend.kernels import Backend, backends, cpu
+from paged_backend.kernels import backends, cpu, preferred
 from paged_backend.kernels.cpu import loader
 from paged_backend.kernels.dispatch import REFERENCE
 from paged_backend.kernels.triton import support
@@ -24,12 +24,6 @@ _COMPILER_TIMEOUT_S = 20
 def device() -> torch.device:
     """Where the command line puts a model."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def chosen(on: torch.device) -> Backend:
-    """The backend that "auto" takes on a device; on a CPU that may compile the C++ operations first."""
-    able = (backend for backend in backends() if on.type in backend.devices and backend.unavailable(on) is None)
-    return next(able, REFERENCE)
 
 
 def compiler() -> Iterator[Finding]:
@@ -70,6 +64,12 @@ def cpu_operations() -> Iterator[Finding]:
         yield Finding("C++ operations", "problem", _shortened(reason))
 
 
+def speed() -> Iterator[Finding]:
+    """What would be faster on this machine, for models on a CPU."""
+    if device().type == "cpu" and cpu.is_available():
+        yield Finding("speed", "ok", f"{cpu.running()} runs; faster are {'; '.join(cpu.faster())}")
+
+
 def triton_kernels() -> Iterator[Finding]:
     """Whether Triton is there, and could run on this device."""
     on = device()
@@ -85,7 +85,7 @@ def triton_kernels() -> Iterator[Finding]:
 def attention_backend() -> Iterator[Finding]:
     """What ``attention_backend="auto"`` is on this device, and why."""
     on = device()
-    backend = chosen(on)
+    backend = preferred(on)
     where = torch.cuda.get_device_name(on) if on.type == "cuda" else "a CPU"
     if backend is not REFERENCE:
         yield Finding("attention backend", "ok", f"auto takes {backend.name!r}, the first that can run on {where}")
@@ -105,7 +105,7 @@ def swaps() -> Iterator[Finding]:
     on = device()
     if on.type != "cpu":
         yield Finding("optimize", "ok", "auto replaces nothing on a GPU: its replacements are for CPUs")
-    elif chosen(on) is not cpu.BACKEND:
+    elif preferred(on) is not cpu.BACKEND:
         yield Finding("optimize", "note", "auto replaces nothing: the C++ operations are not in use")
     else:
         yield Finding(

@@ -25,6 +25,7 @@ PROBES: dict[str, tuple[Probe, ...]] = {
     "backends": (
         backends.compiler,
         backends.cpu_operations,
+        backends.speed,
         backends.triton_kernels,
         backends.attention_backend,
         backends.swaps,

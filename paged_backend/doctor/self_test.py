@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from paged_backend.doctor.backends import chosen, device
+from paged_backend.doctor.backends import device
 from paged_backend.doctor.finding import Finding
 from paged_backend.doctor.kernel_cases import Case, cases
-from paged_backend.kernels import Backend, LayerCache, cpu
+from paged_backend.kernels import Backend, LayerCache, cpu, preferred
 from paged_backend.kernels.cpu import loader
 from paged_backend.kernels.dispatch import REFERENCE
 
@@ -46,7 +46,7 @@ def self_test(seconds: float) -> Iterator[Finding]:
 
 def _backends() -> list[tuple[Backend, torch.device]]:
     """Those to try, each with the device to try it on."""
-    backends = [(chosen(device()), device())]
+    backends = [(preferred(device()), device())]
     host = torch.device("cpu")
     if device() != host and loader.library_path(loader.level()).exists() and cpu.is_available():
         backends.append((cpu.BACKEND, host))

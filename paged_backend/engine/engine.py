@@ -345,6 +345,8 @@ class Engine(Exclusive):
             packed_bytes=swaps.packed_bytes,
             states=self._served.state_stats(),
             block_size_reason=self._served.block_size_reason,
+            kernels=self._served.kernels,
+            faster=self._served.faster,
         )
 
     def explain_memory(self) -> str:

@@ -19,7 +19,7 @@ from paged_backend.memory.cache_sizing import (
 )
 from paged_backend.memory.kv_cache import KVCache, group_layers
 from paged_backend.memory.state_slots import SLOTS_PER_SEAT
-from paged_backend.model.attention_backend import check_runs
+from paged_backend.model.attention_backend import check_runs, what_computes
 from paged_backend.model.attention_timing import AttentionTiming
 from paged_backend.model.proof import prove
 from paged_backend.model.runner import ModelRunner
@@ -44,6 +44,7 @@ class ServedModel:
     elastic: the cache grows with the requests that come, from nothing, instead of having a budget.
     max_model_len: most tokens of a request, None without a limit. num_seats: most requests that run at once.
     block_size, block_size_reason: tokens per block, and why so many, in words.
+    kernels, faster: what computes, and what would be faster, as in `EngineStats`.
 
     Raises UnsupportedModel when the model cannot be proven right, ConfigError for options that do not go with it.
     """
@@ -63,6 +64,9 @@ class ServedModel:
         self._devices = list(dict.fromkeys([self.twin.device, *(layer.device for layer in self.twin.layers)]))
         check_runs(choices.attention_backend, self._devices)
         self.swaps = self._swap(model)
+        self.kernels, self.faster = what_computes(
+            choices.attention_backend, self.twin.device, self.twin.dtype, config.quantize
+        )
         self.max_model_len = self._length_limit()
         self.groups = group_layers(self.twin.layers, config.kv_torch_dtype)
         chosen = self._choose_block_size()

@@ -10,8 +10,8 @@ import torch
 
 from paged_backend.checks import describe
 from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
+from paged_backend.kernels import AUTO, backends, cpu, preferred
 from paged_backend.kernels import Backend as Backend
-from paged_backend.kernels import backends
 
 # What each operation of attention is called with, by position.
 OPERATIONS = {
@@ -56,6 +56,15 @@ def check_runs(backend: Backend, devices: Iterable[torch.device]) -> None:
             raise ConfigError(
                 f"attention_backend={backend.name!r} cannot run where the model is, on {device}: {reason}; give 'auto'"
             )
+
+
+def what_computes(
+    backend: Backend, device: torch.device, dtype: torch.dtype, quantize: str | None
+) -> tuple[str, tuple[str, ...]]:
+    """What computes under ``backend``, as `EngineStats.kernels` says it, and what would be faster on this machine."""
+    if device.type == "cpu" and backend.name in (AUTO.name, cpu.BACKEND.name):
+        return cpu.running(), cpu.faster(dtype, quantize)
+    return (preferred(device) if backend is AUTO else backend).name, ()
 
 
 def _guarded(name: str, operation: str, run: Any) -> Callable[..., Any]:

@@ -83,6 +83,18 @@ def test_where_the_operations_are_kept_is_told() -> None:
     assert loader.library_path(loader.level()).exists()
 
 
+def test_the_level_that_runs_and_what_would_be_faster_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "running", lambda: "C++ (avx2)")
+    monkeypatch.setattr(cpu, "faster", lambda: ("this", "that"))
+    assert only(backends.speed).words == "C++ (avx2) runs; faster are this; that"
+
+
+@pytest.mark.filterwarnings("ignore::paged_backend.kernels.cpu.UnavailableWarning")
+@pytest.mark.usefixtures("without_a_compiler")
+def test_without_a_compiler_speed_is_no_second_problem() -> None:
+    assert not list(backends.speed())
+
+
 def test_on_a_cpu_auto_takes_the_compiled_operations_and_tries_every_swap() -> None:
     assert "auto takes 'cpu'" in only(backends.attention_backend).words
     assert "layer, mlp, linear, norm, state" in only(backends.swaps).words

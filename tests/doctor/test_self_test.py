@@ -84,7 +84,7 @@ def test_no_time_leaves_it_out() -> None:
 
 
 def test_a_machine_with_the_reference_alone_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "chosen", lambda device: REFERENCE)
+    monkeypatch.setattr(self_test, "preferred", lambda device: REFERENCE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (finding,) = self_test.self_test(1)
     assert finding.state == "note"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from block_checks import assert_all_blocks_are_back
 from oracle import draw_prompts, stock_greedy
 from tiny_models import make_tiny
 
 from paged_backend import Engine, SamplingParams
 from paged_backend.errors import ConfigError
+from paged_backend.kernels import cpu
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -85,3 +87,10 @@ def test_elastic_engine_gives_back_what_a_small_call_does_not_need(llama):
     engine.fit([30])
     assert engine.stats().reserved_bytes < large / 10
     assert engine.generate([[5] * 9], GREEDY)[0].token_ids == stock_greedy(llama, [5] * 9, NUM_TOKENS)
+
+
+def test_what_computes_and_what_would_be_faster_stand_in_the_stats(llama):
+    with Engine(llama, attention_backend="reference") as engine:
+        assert (engine.stats().kernels, engine.stats().faster) == ("reference", ())
+    with Engine(llama, quantize=None) as engine:
+        assert (engine.stats().kernels, engine.stats().faster) == (cpu.running(), cpu.faster(torch.float32))

@@ -48,6 +48,9 @@ def test_a_workload_and_the_split_of_its_steps_stand_beside_the_ceilings(monkeyp
     gflops, gbs = figures(r"at best (\d+) GFLOP/s and ([\d.]+) GB/s", printed)
     assert gflops > 0
     assert gbs > 0
+    assert f"{cpu.running()}: at best" in printed
+    shares = figures(r"by rows: 1: (\d+)%, 4: (\d+)%, 8: (\d+)%, 32: (\d+)%, 128: (\d+)%", printed)
+    assert all(share > 0 for share in shares)
     assert "swapped {'layer': 3, 'linear': 1, 'norm': 1}" in printed
     assert all(rate > 0 for rate in figures(r"ragged: ([\d.]+) tokens/s, ([\d.]+) in steps of decodes", printed))
     assert len(re.findall(r"decodes at 8: .* at least", printed)) == 3

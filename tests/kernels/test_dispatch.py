@@ -55,3 +55,10 @@ def test_a_backend_that_nobody_registered_runs_its_own_functions_and_the_rest_as
     assert dispatch.implementation("add", mine, CPU) is one
     assert dispatch.implementation("subtract", mine, CPU) is one
     assert dispatch.implementation("add", Backend("other", {}), CPU) is two
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_auto_prefers_is_the_first_that_can_run_there():
+    assert dispatch.preferred(torch.device("cpu")).name == "works"
+    assert dispatch.preferred(torch.device("cuda")).name == "elsewhere"
+    assert dispatch.preferred(torch.device("meta")) is dispatch.REFERENCE

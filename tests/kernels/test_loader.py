@@ -126,6 +126,21 @@ def test_the_level_is_one_that_can_be_compiled():
     assert loader.level() in loader.LEVELS
 
 
+@pytest.mark.parametrize(
+    ("allowed", "expected"), [("avx2", "avx2"), ("default", "plain"), ("", "avx512_bf16"), ("no-such", "avx512_bf16")]
+)
+def test_no_better_level_is_taken_than_torch_may_use(monkeypatch, allowed, expected):
+    monkeypatch.setattr(loader, "processor_level", lambda: "avx512_bf16")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", allowed)
+    assert loader.level.__wrapped__() == expected
+
+
+def test_torch_may_use_more_than_an_old_processor_has(monkeypatch):
+    monkeypatch.setattr(loader, "processor_level", lambda: "plain")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert loader.level.__wrapped__() == "plain"
+
+
 def levels_below() -> list[str]:
     known = list(loader.LEVELS)
     return known[known.index(loader.level()) + 1 :]

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch.nn import functional
 
 from paged_backend.kernels import cpu
+from paged_backend.kernels.cpu import loader
 from paged_backend.kernels.cpu.packed_linear import PANEL
+
+MODULE = importlib.import_module("paged_backend.kernels.cpu.packed_linear")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of a result's spread: float32 sums in another order; half precisions round the result once.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-ROWS = [1, 2, 11, 12, 13, 25, 60, 300]
+# Around a tile of 6 and of 12 rows, several tiles, and more than one block of rows.
+ROWS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25, 60, 300]
+LEVELS = list(loader.LEVELS)
+LEVELS = LEVELS[LEVELS.index(loader.level()) :]
+
+
+@pytest.fixture(params=[LEVELS[0], *(pytest.param(level, marks=pytest.mark.slow) for level in LEVELS[1:])])
+def level(request, monkeypatch):
+    """Weights are packed and multiplied as on a processor of this level."""
+    library = loader.load(request.param)
+    monkeypatch.setattr(MODULE, "library", lambda: library)
+    monkeypatch.setattr(MODULE, "level", lambda: request.param)
+    return request.param
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -26,6 +43,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize(("num_columns", "depth"), [(96, 64), (70, 48), (32, 1), (5, 33), (200, 576)])
 def test_any_number_of_rows_equals_the_plain_product(dtype, num_columns, depth):
     weight, bias = draw(num_columns, depth, dtype=dtype), draw(num_columns, dtype=dtype, seed=1)
@@ -49,6 +67,7 @@ def test_rows_that_do_not_fit_are_refused():
         cpu.pack(draw(40, 16))(draw(2, 15))
 
 
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_int8_weights_equal_the_product_with_what_they_stand_for(dtype):
     weight = draw(70, 64, dtype=dtype)
@@ -61,12 +80,35 @@ def test_int8_weights_equal_the_product_with_what_they_stand_for(dtype):
         assert_close(packed(x), x.float() @ rounded.T, dtype)
 
 
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_float32_weights_that_half_precision_holds_are_halved_without_changing_a_bit(monkeypatch, half):
+    weight = draw(70, 200, dtype=half).float()
+    packed = cpu.pack(weight)
+    assert packed.packed.dtype == half
+    assert packed.packed.dim() == 3
+    monkeypatch.setattr(MODULE, "_halved", lambda weight: weight)
+    whole = cpu.pack(weight)
+    assert whole.packed.dtype == torch.float32
+    for rows in ROWS:
+        x = draw(rows, 200, seed=rows)
+        torch.testing.assert_close(packed(x), whole(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("number", [1 + 2**-12, 1e30 * (1 + 2**-9), float("nan")])
+def test_one_number_that_half_precision_does_not_hold_keeps_a_weight_whole(number):
+    weight = draw(40, 16, dtype=torch.bfloat16).float()
+    weight[3, 5] = number
+    assert cpu.pack(weight).packed.dtype == torch.float32
+
+
 def test_a_column_of_zeros_stays_zero_in_int8():
     weight = draw(33, 16)
     weight[7] = 0
     assert cpu.pack(weight, int8=True)(draw(4, 16))[:, 7].eq(0).all()
 
 
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(
@@ -116,14 +158,13 @@ def test_packed_bytes_count_padding_scales_and_biases():
 
 
 def test_the_crossover_is_where_torch_becomes_clearly_faster(monkeypatch):
-    module = __import__("sys").modules["paged_backend.kernels.cpu.packed_linear"]
     times = iter([])
 
     def seconds(run):
         return next(times)
 
-    monkeypatch.setattr(module, "_seconds", seconds)
-    monkeypatch.setattr(module, "_TRIES", 1)
+    monkeypatch.setattr(MODULE, "_seconds", seconds)
+    monkeypatch.setattr(MODULE, "_TRIES", 1)
     undecorated = cpu.most_rows.__wrapped__
     times = iter([1.0, 1.0])
     assert undecorated(torch.float32, 1) == float("inf")

@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
-from paged_backend.kernels import AUTO, AttentionVariant, Backend, LayerCache, Sequences, decode_attention, store_kv
-from paged_backend.model.attention_backend import check_runs, resolve
+from paged_backend.kernels import (
+    AUTO,
+    AttentionVariant,
+    Backend,
+    LayerCache,
+    Sequences,
+    cpu,
+    decode_attention,
+    store_kv,
+)
+from paged_backend.model.attention_backend import check_runs, resolve, what_computes
 
 CPU = torch.device("cpu")
 
@@ -79,3 +88,18 @@ def test_where_kernels_cannot_run_is_told_with_the_reason() -> None:
     check_runs(AUTO, [CPU, torch.device("cuda")])
     with pytest.raises(ConfigError, match=r"attention_backend='cpu' cannot run .* on cuda: it computes on the CPU"):
         check_runs(resolve("cpu"), [CPU, torch.device("cuda")])
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_on_a_cpu_what_computes_is_told_with_its_level_and_what_would_be_faster(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(cpu, "running", lambda: "C++ (avx2)")
+    monkeypatch.setattr(cpu, "faster", lambda *told: told)
+    said = what_computes(resolve(name), torch.device("cpu"), torch.float16, "int8")
+    assert said == ("C++ (avx2)", (torch.float16, "int8"))
+
+
+def test_elsewhere_what_computes_is_the_backend_that_was_named_or_found() -> None:
+    assert what_computes(resolve("reference"), torch.device("cpu"), torch.float32, None) == ("reference", ())
+    assert what_computes(resolve("auto"), torch.device("meta"), torch.float32, None) == ("reference", ())

@@ -1,5 +1,6 @@
 """The operations in C++ for a CPU, compiled on first use; see `loader`."""
 
+from paged_backend.kernels.cpu.advice import faster, running
 from paged_backend.kernels.cpu.arena import Arena, reserve
 from paged_backend.kernels.cpu.loader import UnavailableWarning, is_available, library
 from paged_backend.kernels.cpu.operations import BACKEND, rule_arguments
@@ -19,6 +20,7 @@ __all__ = [
     "Arena",
     "PackedLinear",
     "UnavailableWarning",
+    "faster",
     "is_available",
     "library",
     "most_rows",
@@ -26,4 +28,5 @@ __all__ = [
     "pack_gated",
     "reserve",
     "rule_arguments",
+    "running",
 ]

@@ -24,7 +24,8 @@ import torch
 _SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "rows.cpp", "state.cpp")
 _HEADERS = ("attention.h", "product.h", "rows.h", "state.h", "vec.h")
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-O3", "-fopenmp", "-w")
+# Hidden, since a process that loads two levels would take one's tables of functions for the other's.
+_FLAGS = ("-O3", "-fopenmp", "-w", "-fvisibility=hidden")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 # What the compiler may use at each level; "plain" is the least that every processor of the architecture has.
@@ -34,6 +35,8 @@ LEVELS = {
     "avx2": _AVX2,
     "plain": (),
 }
+# What torch's variable of the environment allows at most.
+_CAPABILITIES = {"default": "plain", "avx2": "avx2"}
 _building = threading.Lock()
 
 
@@ -79,6 +82,18 @@ def is_loaded() -> bool:
 
 @functools.cache
 def level() -> str:
+    """The best of LEVELS that this processor knows, and that torch's own kernels may use.
+
+    As torch does, it takes no better one than the environment's ``ATEN_CPU_CAPABILITY`` ("default", "avx2"), so that a
+    machine can stand in for an older one.
+    """
+    known = list(LEVELS)
+    most = _CAPABILITIES.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), known[0])
+    return max(processor_level(), most, key=known.index)
+
+
+@functools.cache
+def processor_level() -> str:
     """The best of LEVELS that this processor knows."""
     if platform.machine() in ("x86_64", "AMD64"):
         try:

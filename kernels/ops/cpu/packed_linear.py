@@ -29,7 +29,8 @@ class PackedLinear:
     """A weight ``[num_columns, depth]`` in panels of 32 columns.
 
     packed: ``[panels, depth / 2, 32, 2]`` where the processor multiplies pairs of bfloat16 and activations are of that
-    dtype, ``[panels, depth, 32]`` elsewhere; of the weight's dtype, or int8 with ``scale``.
+    dtype, ``[panels, depth, 32]`` elsewhere; of the weight's dtype, int8 with ``scale``, or of half precision where
+    that holds every number of a float32 weight.
     scale, bias: float32 ``[num_columns]`` or None.
     """
 
@@ -65,6 +66,8 @@ def pack(
         wide = weight.float()
         scale = wide.abs().amax(1).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
         weight = (wide / scale[:, None]).round_().to(torch.int8)
+    elif weight.dtype == torch.float32:
+        weight = _halved(weight)
     arena = Arena() if arena is None else arena
     panels = -(-num_columns // PANEL)
     shape = (panels, depth // 2, PANEL, 2) if pairs else (panels, depth, PANEL)
@@ -77,6 +80,19 @@ def pack(
     if rest:
         target[whole].zero_()[:, :rest] = words[whole * PANEL :].T
     return PackedLinear(packed, scale, None if bias is None else bias.detach().float(), num_columns)
+
+
+def _halved(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight in half precision if that changes no number, as it is where a checkpoint was in half precision.
+
+    It is multiplied in float32 all the same, and half as much is read.
+    """
+    for dtype in (torch.bfloat16, torch.float16):
+        half = weight.to(dtype)
+        # NaN equals nothing, and stays as it is.
+        if torch.equal(half.float(), weight):
+            return half
+    return weight
 
 
 def pack_gated(

@@ -1,4 +1,4 @@
-// Products with packed weights: tiles of a few rows by 32 columns whose sums stay in registers.
+// Products with packed weights: tiles of a few rows by some of a panel's columns, whose sums stay in registers.
 #pragma once
 
 #include "vec.h"
@@ -10,8 +10,21 @@ namespace paged {
 // the last panel are zero.
 constexpr int kPanel = 32;
 constexpr int kVectors = kPanel / W;
-// Rows of a tile: as many as leave registers for a panel and a broadcast.
-constexpr int kTileRows = W == 16 ? 12 : 2;
+// Rows of a tile: as many as leave registers for two vectors of a panel and a broadcast.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kTileRows = 12;
+#else
+constexpr int kTileRows = 6;
+#endif
+
+// Vectors of columns whose sums a tile keeps at a time: a whole panel's for few rows, two for the most.
+constexpr int vectors_of(int rows) {
+  int vectors = kVectors;
+  while (vectors * rows > 2 * kTileRows) vectors /= 2;
+  return vectors;
+}
+// How often a tile goes through the steps of its panel.
+constexpr int passes_of(int rows) { return kVectors / vectors_of(rows); }
 
 // How panels of stored numbers S are multiplied by rows of A, `kStep` elements of a row at a time.
 template <class S>
@@ -45,47 +58,52 @@ struct Int8Pairs : Pairs {
 };
 #endif
 
-// sums[m][0 to 32] (+)= rows[m] times one panel. Every step fetches `ahead` towards the cache and moves it on.
-template <class K, int M>
+// sums[m][0 to 32] (+)= rows[m] times one panel. Every step of each pass fetches `ahead` towards the cache and moves it
+// on by a stride; Far says that this is a whole line or two, which the second-level cache takes, since it can wait for
+// more of them at a time. To ask this in the loop took a tenth of the time.
+template <class K, bool Far, int M>
 void tile(const void* rows, int64_t row_stride, const void* panel, int64_t steps, float* sums, int64_t sums_stride,
           bool accumulate, const char* ahead, int64_t ahead_stride) {
-  const auto* a = static_cast<const typename K::Row*>(rows);
-  const auto* b = static_cast<const typename K::Stored*>(panel);
-  F acc[M][kVectors];
-  PAGED_UNROLL for (int m = 0; m < M; ++m) {
-    PAGED_UNROLL for (int v = 0; v < kVectors; ++v) acc[m][v] = accumulate ? load(sums + m * sums_stride + v * W) : F{};
-  }
-  for (int64_t s = 0; s < steps; ++s) {
-    decltype(K::panel(b)) columns[kVectors];
-    PAGED_UNROLL for (int v = 0; v < kVectors; ++v) columns[v] = K::panel(b + v * W * K::kStep);
+  constexpr int V = vectors_of(M);
+  for (int column = 0; column < kPanel; column += V * W) {
+    const auto* a = static_cast<const typename K::Row*>(rows);
+    const auto* b = static_cast<const typename K::Stored*>(panel) + column * K::kStep;
+    float* to = sums + column;
+    F acc[M][V];
     PAGED_UNROLL for (int m = 0; m < M; ++m) {
-      const auto* row = a + m * row_stride;
-      PAGED_UNROLL for (int v = 0; v < kVectors; ++v) acc[m][v] = K::multiply(acc[m][v], columns[v], row);
+      PAGED_UNROLL for (int v = 0; v < V; ++v) acc[m][v] = accumulate ? load(to + m * sums_stride + v * W) : F{};
     }
-    // What is wanted fast goes to the second-level cache, which can wait for more lines at a time.
-    if (ahead_stride < 64) __builtin_prefetch(ahead);
-    else __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + ahead_stride / 2, 0, 2);
-    ahead += ahead_stride;
-    a += K::kStep;
-    b += kPanel * K::kStep;
-  }
-  PAGED_UNROLL for (int m = 0; m < M; ++m) {
-    PAGED_UNROLL for (int v = 0; v < kVectors; ++v) store(sums + m * sums_stride + v * W, acc[m][v]);
+    for (int64_t s = 0; s < steps; ++s) {
+      decltype(K::panel(b)) columns[V];
+      PAGED_UNROLL for (int v = 0; v < V; ++v) columns[v] = K::panel(b + v * W * K::kStep);
+      PAGED_UNROLL for (int m = 0; m < M; ++m) {
+        const auto* row = a + m * row_stride;
+        PAGED_UNROLL for (int v = 0; v < V; ++v) acc[m][v] = K::multiply(acc[m][v], columns[v], row);
+      }
+      __builtin_prefetch(ahead, 0, Far ? 2 : 3);
+      if (Far) __builtin_prefetch(ahead + ahead_stride / 2, 0, 2);
+      ahead += ahead_stride;
+      a += K::kStep;
+      b += kPanel * K::kStep;
+    }
+    PAGED_UNROLL for (int m = 0; m < M; ++m) {
+      PAGED_UNROLL for (int v = 0; v < V; ++v) store(to + m * sums_stride + v * W, acc[m][v]);
+    }
   }
 }
 
 using Tile = void (*)(const void*, int64_t, const void*, int64_t, float*, int64_t, bool, const char*, int64_t);
 
-template <class K, int... M>
+template <class K, bool Far, int... M>
 inline Tile tile_of(int64_t num_rows, std::integer_sequence<int, M...>) {
-  static constexpr Tile tiles[] = {tile<K, M + 1>...};
+  static constexpr Tile tiles[] = {tile<K, Far, M + 1>...};
   return tiles[num_rows - 1];
 }
 
 // The tile for 1 to kTileRows rows.
-template <class K>
+template <class K, bool Far = false>
 inline Tile tile_of(int64_t num_rows) {
-  return tile_of<K>(num_rows, std::make_integer_sequence<int, kTileRows>{});
+  return tile_of<K, Far>(num_rows, std::make_integer_sequence<int, kTileRows>{});
 }
 
 // A packed weight.
