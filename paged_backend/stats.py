@@ -111,6 +111,8 @@ class EngineStats:
         token filled. states: recurrent states, None of a model without.
     block_size_reason: why blocks are as large as they are, in words: what was measured, or who said so.
     swaps_made, swaps_refused, packed_bytes: see `Swaps`.
+    weight_bytes: of the model's own weights, by what they are stored in: a dtype, or a type of GGUF files.
+    weights_widened: those that were to be kept in the few bits of a GGUF file and were not, by name, and why.
     """
 
     num_waiting: int
@@ -133,5 +135,7 @@ class EngineStats:
     swaps_made: dict[str, int] = field(default_factory=dict)
     swaps_refused: dict[str, str] = field(default_factory=dict)
     packed_bytes: int = 0
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+    weights_widened: dict[str, str] = field(default_factory=dict)
     states: StateStats | None = None
     block_size_reason: str = ""

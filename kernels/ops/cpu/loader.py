@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 import torch
 
-_SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "rows.cpp", "state.cpp")
-_HEADERS = ("attention.h", "product.h", "rows.h", "state.h", "vec.h")
+_SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "quantised_product.cpp", "rows.cpp", "state.cpp")
+_HEADERS = ("attention.h", "product.h", "quantised_product.h", "rows.h", "state.h", "vec.h")
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-O3", "-fopenmp", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
