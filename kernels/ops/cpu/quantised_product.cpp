@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <cmath>
 
 namespace paged {
 namespace {
@@ -99,6 +98,14 @@ struct alignas(64) Digits {
   float sum;           // of the stretch
 };
 
+// 2 to the n, between -126 and 127.
+float power_of_two(int n) {
+  const uint32_t bits = static_cast<uint32_t>(n + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return power;
+}
+
 template <int N, class T>
 void split(const T* row, int64_t depth, Digits* result) {
   const F magic = splat(12582912.f);  // added to it, a small float is rounded to an integer in its lowest bits
@@ -111,12 +118,13 @@ void split(const T* row, int64_t depth, Digits* result) {
       bad += x - x;
     }
     const float top = largest(most);
-    int exponent = 0;
-    std::frexp(top, &exponent);
-    // What is smaller than any product that counts is zero, so that the power of two below is finite.
+    uint32_t float_bits;
+    std::memcpy(&float_bits, &top, 4);
+    // Smaller than the power of two with this exponent. Below any product that counts it is zero, so that the other
+    // powers are finite.
+    const int exponent = static_cast<int>(float_bits >> 23) - 126, bits = 8 * N - 2;
     const bool none = !(top > 1e-30f);
-    const int bits = 8 * N - 2;
-    const float up = none ? 0.f : std::ldexp(1.f, bits - exponent);
+    const float up = none ? 0.f : power_of_two(bits - exponent);
     int32_t numbers[kStretch];
     for (int64_t i = 0; i < kStretch; i += W) {
       write(numbers + i, (I)(load(row + i) * up + magic) - (I)magic);
@@ -136,7 +144,7 @@ void split(const T* row, int64_t depth, Digits* result) {
       }
     }
     // A row that holds infinity or NaN has NaN for a result.
-    to.scale = (none ? 0.f : std::ldexp(1.f, exponent - bits)) + sum(bad);
+    to.scale = (none ? 0.f : power_of_two(exponent - bits)) + sum(bad);
     to.sum = to.scale * total;
   }
 }
