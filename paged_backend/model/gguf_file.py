@@ -81,7 +81,8 @@ def _read(path: str) -> Any:
             f"{path!r} cannot be read without the package gguf; install it with `pip install 'paged-backend[gguf]'`"
         ) from error
     try:
-        return gguf.GGUFReader(path)
+        # Copied when written, which nobody does; torch takes no memory that cannot be written.
+        return gguf.GGUFReader(path, "c")
     except OSError:
         raise
     except Exception as error:

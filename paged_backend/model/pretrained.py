@@ -88,8 +88,7 @@ def check_model_name(name: str, model_kwargs: Mapping[str, Any]) -> None:
             )
     elif os.path.isfile(name):
         raise ModelNotFound(
-            f"{name!r} is a file; give the folder that it is in, for a GGUF file with "
-            f"model_kwargs={{'gguf_file': {os.path.basename(name)!r}}}"
+            f"{name!r} is a file; give the folder that it is in, or a GGUF file, whose name ends in .gguf"
         )
     elif os.path.isabs(name) or name.startswith(("./", "../", "~")) or name.count("/") > 1:
         raise ModelNotFound(f"there is no folder {name!r}; {_ALLOWED}")

@@ -16,7 +16,7 @@ class QuantisedTensor(torch.Tensor):
     """A weight ``[num_columns, depth]`` of a linear layer or an embedding, in the dtype that a model computes in.
 
     ``linear`` multiplies by it as it is, and ``embedding`` widens the rows that it looks up. Every other operation gets
-    a widened copy, as does a move to another device or dtype. It cannot be trained or written.
+    a widened copy. It cannot be trained or written, and no module that holds it moves to another device or dtype.
     """
 
     quantised: cpu.QuantisedWeight
@@ -68,7 +68,18 @@ class QuantisedTensor(torch.Tensor):
             return result
         if func is embedding and (result := _embedding(*args, **kwargs)) is not None:
             return result
-        return super().__torch_function__(func, types, args, kwargs)
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            # How modules are moved to another device or dtype.
+            weight, value = args
+            if isinstance(value, QuantisedTensor) and value.dtype == weight.dtype:
+                return None
+            raise RuntimeError(
+                f"a weight that is stored in {weight.quantised.format.name} cannot become one of {value.dtype} on "
+                f"{value.device}; load the model so, or with quantization_config=GgufConfig(dequantize=True)"
+            )
+        # Unlike the default, which would make a QuantisedTensor of what is none.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

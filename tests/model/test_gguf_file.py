@@ -100,15 +100,17 @@ def test_generate_runs_paged_on_a_packed_model(folders):
     paged_backend.release(model)
 
 
-def test_half_precision_differs_from_the_dequantised_model_by_rounding_only(folders):
-    ids = torch.tensor(PROMPTS[:1])
-    exact = load_gguf(str(folders["mixed"]), FILE)
-    half = load_gguf(str(folders["mixed"]), {**FILE, "dtype": "bfloat16"})
-    assert half.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+def test_half_precision_is_no_farther_away_than_that_of_the_dequantised_model(folders):
+    ids, half = torch.tensor(PROMPTS[:1]), {**FILE, "dtype": "bfloat16"}
+    exact, packed = (load_gguf(str(folders["mixed"]), kwargs) for kwargs in (FILE, half))
+    dense = AutoModelForCausalLM.from_pretrained(folders["mixed"], **half, **DENSE)
+    assert packed.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     with torch.inference_mode():
-        a, b = exact(ids).logits, half(ids).logits
-    assert b.dtype == torch.bfloat16
-    assert ((a - b).norm() / a.norm()).item() < 0.05
+        expected, actual, usual = (model(ids).logits for model in (exact, packed, dense))
+    assert actual.dtype == torch.bfloat16
+    # Some rows of a random model make much of a little.
+    errors, usual_errors = ((x - expected).norm(dim=-1).median() for x in (actual, usual))
+    assert errors < usual_errors
 
 
 def test_the_dequantised_model_is_there_for_who_asks(folders):
@@ -185,7 +187,7 @@ def test_an_unknown_type_is_told(folders, tmp_path):
     assert struct.unpack_from("<I", data, at) == (gguf.GGMLQuantizationType.Q4_1,)
     struct.pack_into("<I", data, at, 250)
     (tmp_path / "model.gguf").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"of a type that the package gguf does not know \(250 is not"):
+    with pytest.raises(ConfigError, match=r"of a type that the package gguf does not know \(.*250.* is not"):
         engine_of(tmp_path)
 
 
@@ -220,6 +222,8 @@ def test_a_packed_weight_is_a_weight_for_every_other_operation(folders):
         weight.mul_(2)
 
 
-def test_a_model_that_is_moved_to_another_dtype_is_widened(folders):
-    model = load_gguf(str(folders["llama"]), FILE).to(torch.float16)
-    assert weight_bytes(model).keys() == {"float16"}
+def test_a_model_that_is_moved_to_another_dtype_says_what_to_do_instead(folders):
+    model = load_gguf(str(folders["llama"]), FILE)
+    assert weight_bytes(model.to("cpu")).keys() == {"Q8_0", "Q4_1", "float32"}
+    with pytest.raises(RuntimeError, match=r"stored in Q8_0 cannot become one of torch.float16 on cpu; load the model"):
+        model.to(torch.float16)

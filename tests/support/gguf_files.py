@@ -53,10 +53,12 @@ def write_model(path: Path, model: PreTrainedModel, types: dict[str, str], *, de
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    tokens = [f"<{i}>" for i in range(_SPECIAL)] + [chr(0x4E00 + i) for i in range(config.vocab_size - _SPECIAL)]
+    letters = [chr(ord("a") + i) for i in range(26)]
+    tokens = [f"<{i}>" for i in range(_SPECIAL)] + letters + ["ab"]
+    tokens += [f"ab{i}" for i in range(config.vocab_size - len(tokens))]
     writer.add_token_list(tokens)
     writer.add_token_types([3] * _SPECIAL + [1] * (config.vocab_size - _SPECIAL))
-    writer.add_token_merges([f"{tokens[3]} {tokens[4]}"])
+    writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
