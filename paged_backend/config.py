@@ -29,7 +29,9 @@ BATCHING = ("auto", "shared", "separate")
 OPTIMIZE = ("auto", "memory", "none")
 # What `optimize` may be a list of, the largest first.
 SWAPS = ("layer", "mlp", "linear", "norm", "state")
-QUANTIZE = (None, "int8")
+# What weights are rounded to, in bits.
+QUANTIZED_BITS = {"int8": 8, "int4": 4}
+QUANTIZE = (None, *QUANTIZED_BITS)
 MAX_BLOCK_SIZE = 4096
 # A seat in the block tables is kept for each request that may run.
 MAX_NUM_SEQS = 16384
@@ -70,7 +72,8 @@ class EngineConfig:
     optimize: ``auto`` replaces modules of the engine's copy by equal ones in C++, on a CPU, which takes memory for a
         rearranged copy of the weights; ``memory`` only where no weights are copied; ``none`` leaves all as it is. A
         list of kinds, of ``layer``, ``mlp``, ``linear``, ``norm`` and ``state``, replaces only those.
-    quantize: ``int8`` rounds weights to 8 bits, per output channel, which halves what a token reads; on a CPU.
+    quantize: ``int8`` rounds weights to 8 bits, per output channel, which halves what a token reads; ``int4`` to 4 bits
+        in groups of 32, with a scale and, where that helps, a minimum; on a CPU.
 
     strict_policies: a policy that breaks its contract raises PluginError instead of being passed over.
     seed: where the random streams of requests without a seed of their own start; None draws it afresh.

@@ -113,6 +113,8 @@ class EngineStats:
     swaps_made, swaps_refused, packed_bytes: see `Swaps`.
     kernels: what computes: ``C++ (avx2)``, by the processor's level, ``plain torch``, ``triton`` or a plugin's backend.
     faster: what would be faster on this machine, in words; nothing where nothing is known.
+    weight_bytes: of the model's own weights, by what they are stored in: a dtype, or a type of GGUF files.
+    weights_widened: those that were to be kept in the few bits of a GGUF file and were not, by name, and why.
     """
 
     num_waiting: int
@@ -135,6 +137,8 @@ class EngineStats:
     swaps_made: dict[str, int] = field(default_factory=dict)
     swaps_refused: dict[str, str] = field(default_factory=dict)
     packed_bytes: int = 0
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+    weights_widened: dict[str, str] = field(default_factory=dict)
     states: StateStats | None = None
     block_size_reason: str = ""
     kernels: str = ""

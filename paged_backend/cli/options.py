@@ -30,7 +30,8 @@ BROKEN_PIPE_CODE = 141
 DASH = Path("-")
 
 Model = Annotated[
-    str | None, typer.Option(help="A model folder or hub id; by default SmolLM2-135M-Instruct, fetched once.")
+    str | None,
+    typer.Option(help="A model folder, hub id or GGUF file; by default SmolLM2-135M-Instruct, fetched once."),
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default all that torch takes.")
@@ -83,6 +84,9 @@ class EngineFlags:
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(help="Memory for keys and values: a size such as 512MiB, or a share of a GPU such as 0.5."),
+    ] = None
+    quantize: Annotated[
+        str | None, typer.Option(help="Round weights to int8 or int4; those of a GGUF file stay as they are otherwise.")
     ] = None
     threads: Threads = None
 
@@ -195,7 +199,7 @@ def start(model: str | None, threads: int | None, console: Console, params: Mapp
         from transformers.utils import logging
 
         from paged_backend import sample_model
-        from paged_backend.model.pretrained import check_model_name
+        from paged_backend.model.pretrained import check_model_name, named
         from paged_backend.sampling_params import SamplingParams
 
         SamplingParams(**params)
@@ -204,7 +208,7 @@ def start(model: str | None, threads: int | None, console: Console, params: Mapp
             torch.set_num_threads(threads)
         if model is not None:
             name = os.path.expanduser(model)
-            check_model_name(name, {})
+            check_model_name(*named(name, {}))
             return name
         if not sample_model.is_fetched():
             status.update(f"fetching {sample_model.NAME} (93 MB, once)")

@@ -31,6 +31,7 @@ from paged_backend.memory.block_manager import BlockManager
 from paged_backend.memory.memory_report import explain_memory
 from paged_backend.model.precision import own_precision
 from paged_backend.model.pretrained import load_pretrained
+from paged_backend.model.quantised_tensor import weight_bytes
 from paged_backend.model.runner import ModelRunner
 from paged_backend.model.twin import Twin
 from paged_backend.outputs import RequestOutput
@@ -115,11 +116,15 @@ class Engine(Exclusive):
     def from_pretrained(
         cls, name_or_path: str | os.PathLike[str], *, model_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> Engine:
-        """An engine for a model folder or hub id, its tokenizer included.
+        """An engine for a model folder, a hub id or a GGUF file, its tokenizer included.
 
         ``model_kwargs`` go to ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``device_map``, ``gguf_file``, ...).
+        On a CPU the weights of a GGUF file stay in its blocks, unless ``quantize`` rounds them to others;
+        ``quantization_config=GgufConfig(dequantize=True)`` among ``model_kwargs`` widens them to floats.
+        ``stats().weight_bytes`` tells what weights are stored in, ``weights_widened`` which had to be widened, and why.
         """
-        model, tokenizer = load_pretrained(name_or_path, model_kwargs or {})
+        quantize = options.get("quantize", EngineConfig.from_options(options.get("config")).quantize)
+        model, tokenizer = load_pretrained(name_or_path, model_kwargs or {}, packed=quantize is None)
         engine = cls(model, tokenizer, **options)
         engine._kept_model = model
         return engine
@@ -343,6 +348,8 @@ class Engine(Exclusive):
             swaps_made=swaps.made,
             swaps_refused=swaps.refused,
             packed_bytes=swaps.packed_bytes,
+            weight_bytes=weight_bytes(self.twin.module),
+            weights_widened=getattr(self.twin.module, "widened", {}),
             states=self._served.state_stats(),
             block_size_reason=self._served.block_size_reason,
             kernels=self._served.kernels,

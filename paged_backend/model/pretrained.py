@@ -19,8 +19,10 @@ _CONFIGS = ("config.json", "adapter_config.json")
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
 
-def load_pretrained(name_or_path: Any, model_kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The causal language model of a folder or hub id, and its tokenizer.
+def load_pretrained(name_or_path: Any, model_kwargs: Mapping[str, Any], *, packed: bool = True) -> tuple[Any, Any]:
+    """The causal language model of a folder, a hub id or a GGUF file, and its tokenizer.
+
+    packed: keep the weights of a GGUF file in the few bits that it has, where C++ can multiply by them.
 
     Raises ConfigError for what is no name, for keyword arguments that cannot be used and for a model that transformers
     cannot load, whatever that raises, and ModelNotFound where there is none; ``__cause__`` is what transformers said.
@@ -32,15 +34,26 @@ def load_pretrained(name_or_path: Any, model_kwargs: Mapping[str, Any]) -> tuple
             f"model_kwargs must map names of keyword arguments to values, got {describe(model_kwargs)}; they go to "
             "AutoModelForCausalLM.from_pretrained"
         )
-    name = os.path.expanduser(os.fsdecode(name_or_path))
+    name, model_kwargs = named(os.path.expanduser(os.fsdecode(name_or_path)), model_kwargs)
     check_model_name(name, model_kwargs)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     shared = {key: value for key, value in model_kwargs.items() if key in _SHARED}
+    why: dict[str, str] = {}
     try:
+        if "gguf_file" in model_kwargs and packed and "quantization_config" not in model_kwargs:
+            from paged_backend.model.gguf_file import NotPacked, load_gguf
+
+            try:
+                return load_gguf(name, model_kwargs), AutoTokenizer.from_pretrained(name, **shared)
+            except NotPacked as reason:
+                why = {"the model": str(reason)}
         tokenizer = AutoTokenizer.from_pretrained(name, **shared)
-        return AutoModelForCausalLM.from_pretrained(name, **model_kwargs), tokenizer
+        model: Any = AutoModelForCausalLM.from_pretrained(name, **model_kwargs)
+        if why:
+            model.widened = why
+        return model, tokenizer
     except (PagedBackendError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
@@ -57,6 +70,14 @@ def load_pretrained(name_or_path: Any, model_kwargs: Mapping[str, Any]) -> tuple
         ) from error
 
 
+def named(name: str, model_kwargs: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The folder of a GGUF file that is named itself, with the file among the arguments; others as they are."""
+    if name.endswith(".gguf") and "gguf_file" not in model_kwargs and os.path.isfile(name):
+        folder, file = os.path.split(os.path.abspath(name))
+        return folder, {**model_kwargs, "gguf_file": file}
+    return name, model_kwargs
+
+
 def check_model_name(name: str, model_kwargs: Mapping[str, Any]) -> None:
     """ModelNotFound for a path that leads to no model, ConfigError for what can be neither a path nor a hub id."""
     if os.path.isdir(name):
@@ -67,8 +88,7 @@ def check_model_name(name: str, model_kwargs: Mapping[str, Any]) -> None:
             )
     elif os.path.isfile(name):
         raise ModelNotFound(
-            f"{name!r} is a file; give the folder that it is in, for a GGUF file with "
-            f"model_kwargs={{'gguf_file': {os.path.basename(name)!r}}}"
+            f"{name!r} is a file; give the folder that it is in, or a GGUF file, whose name ends in .gguf"
         )
     elif os.path.isabs(name) or name.startswith(("./", "../", "~")) or name.count("/") > 1:
         raise ModelNotFound(f"there is no folder {name!r}; {_ALLOWED}")

@@ -15,7 +15,7 @@ from paged_backend.swaps.kind import ModuleCall, SwapKind, Trial, first_tensor
 from paged_backend.swaps.mlp import MLP_NAMES, activation_of, pack_mlp
 from paged_backend.swaps.norm import norm_weight
 from paged_backend.swaps.probe import Recorder
-from paged_backend.swaps.weights import NoMatch, Packing, child_of, joined, num_parameters, weight_of
+from paged_backend.swaps.weights import NoMatch, Packing, Product, child_of, num_parameters, weight_of
 
 _ATTENTION_NAMES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 # How much farther apart results may be for the model's own hidden states.
@@ -37,7 +37,7 @@ class FusedLayer(Fused):
         attention: nn.Module,
         norms: list[torch.Tensor | None],
         epsilon: float,
-        weights: list[cpu.PackedLinear],
+        weights: list[Product],
         num_heads: int,
         activation: int,
         rotates: bool,
@@ -50,9 +50,7 @@ class FusedLayer(Fused):
         self._fixed = (
             norms,
             epsilon,
-            [weight.packed for weight in weights],
-            [weight.scale for weight in weights],
-            [weight.bias for weight in weights],
+            *_arguments(weights),
             num_heads,
             activation,
         )
@@ -112,8 +110,10 @@ class LayerSwap(SwapKind):
             raise NoMatch("it has weights that are not known")
         _check_far(module, call)
         gates, down = pack_mlp(mlp, self.packing)
-        output = self.packing.pack(*weight_of(child_of(attention, "o_proj")))
+        output = self.packing.pack(weight_of(child_of(attention, "o_proj")))
         weights = [_pack_qkv(attention, self.packing), output, gates, down]
+        if len({type(weight) for weight in weights}) > 1:
+            raise NoMatch("some of its weights are quantised and some are not")
         for rotates in (True, False) if _has_rotation(call) else (False,):
             fused = FusedLayer(
                 module,
@@ -176,11 +176,27 @@ def _has_rotation(call: ModuleCall) -> bool:
     )
 
 
-def _pack_qkv(attention: nn.Module, packing: Packing) -> cpu.PackedLinear:
+def _pack_qkv(attention: nn.Module, packing: Packing) -> Product:
     if hasattr(attention, "qkv_proj"):
-        return packing.pack(*weight_of(child_of(attention, "qkv_proj")))
-    weights, biases = zip(*(weight_of(child_of(attention, f"{n}_proj")) for n in "qkv"), strict=True)
-    return packing.pack(torch.cat(weights), joined(weights, biases))
+        return packing.pack(weight_of(child_of(attention, "qkv_proj")))
+    return packing.pack(*(weight_of(child_of(attention, f"{name}_proj")) for name in "qkv"))
+
+
+def _arguments(weights: list[Product]) -> tuple[list[Any], ...]:
+    """The weights as decoder_layer of library.cpp takes them: tensors, scales, biases, formats, columns."""
+    packed = [weight for weight in weights if isinstance(weight, cpu.PackedLinear)]
+    if packed:
+        return [w.packed for w in packed], [w.scale for w in packed], [w.bias for w in packed], [], []
+    quantised = [weight for weight in weights if isinstance(weight, cpu.QuantisedLinear)]
+    parts = [part for weight in quantised for part in weight.weights]
+    biases = [bias for weight in quantised for bias in weight.biases]
+    return (
+        [part.packed for part in parts],
+        [None] * len(parts),
+        biases,
+        [part.format.code for part in parts],
+        [part.num_columns for part in parts],
+    )
 
 
 def _named_norms(layer: nn.Module, attention: nn.Module) -> dict[str, nn.Module]:

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from paged_backend.kernels import cpu
 from paged_backend.swaps.fused import Fused
 from paged_backend.swaps.kind import ModuleCall, SwapKind
-from paged_backend.swaps.weights import weight_of
+from paged_backend.swaps.weights import Product, weight_of
 
 
 class FusedLinear(Fused):
     """A linear layer over a packed weight."""
 
-    def __init__(self, original: nn.Module, packed: cpu.PackedLinear) -> None:
+    def __init__(self, original: nn.Module, packed: Product) -> None:
         super().__init__(original)
         self.packed = packed
         self.num_bytes = packed.num_bytes
@@ -35,7 +34,7 @@ class LinearSwap(SwapKind):
 
     def propose(self, module: nn.Module, call: ModuleCall) -> Iterator[Fused]:
         weight, bias = weight_of(module)
-        yield self.packing.up_to_crossover(FusedLinear(module, self.packing.pack(weight, bias)), weight.dtype)
+        yield self.packing.up_to_crossover(FusedLinear(module, self.packing.pack((weight, bias))), weight.dtype)
 
 
 KIND = LinearSwap

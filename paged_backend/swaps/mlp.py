@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, silu
 from paged_backend.kernels import cpu
 from paged_backend.swaps.fused import Fused
 from paged_backend.swaps.kind import ModuleCall, SwapKind
-from paged_backend.swaps.weights import NoMatch, Packing, child_of, num_parameters, weight_of
+from paged_backend.swaps.weights import NoMatch, Packing, Product, child_of, halves, num_parameters, weight_of
 
 MLP_NAMES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
@@ -19,7 +19,7 @@ MLP_NAMES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 class FusedMLP(Fused):
     """A gated MLP as two products, the first of which holds gate and up projection and ends in the activation."""
 
-    def __init__(self, original: nn.Module, gates: cpu.PackedLinear, down: cpu.PackedLinear, activation: int) -> None:
+    def __init__(self, original: nn.Module, gates: Product, down: Product, activation: int) -> None:
         super().__init__(original)
         self.gates, self.down = gates, down
         self.activation = activation
@@ -49,15 +49,15 @@ class MLPSwap(SwapKind):
 KIND = MLPSwap
 
 
-def pack_mlp(mlp: nn.Module, packing: Packing) -> tuple[cpu.PackedLinear, cpu.PackedLinear]:
+def pack_mlp(mlp: nn.Module, packing: Packing) -> tuple[Product, Product]:
     """Gate and up projection in one, and the down projection."""
     if hasattr(mlp, "gate_up_proj"):
         both, bias = weight_of(child_of(mlp, "gate_up_proj"))
-        gate, up = both.chunk(2)
+        gate, up = halves(both)
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
     else:
         (gate, gate_bias), (up, up_bias) = (weight_of(child_of(mlp, name)) for name in ("gate_proj", "up_proj"))
-    down = packing.pack(*weight_of(child_of(mlp, "down_proj")))
+    down = packing.pack(weight_of(child_of(mlp, "down_proj")))
     return packing.pack_gated(gate, up, gate_bias, up_bias), down
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged_backend.config import SWAPS
+from paged_backend.config import QUANTIZED_BITS, SWAPS
 from paged_backend.kernels import AUTO, Backend, cpu
 from paged_backend.model.mixer import DecodeCall, Mixer
+from paged_backend.model.quantised_tensor import QuantisedTensor
 from paged_backend.model.twin import Twin
 from paged_backend.swaps.fused import Fused
 from paged_backend.swaps.kind import ModuleCall, SwapKind
@@ -31,7 +33,8 @@ logger = logging.getLogger("paged_backend")
 # the layers of SmolLM2-135M and of tiny models: at most 1e-6, 4e-3, 2e-2 and, in int8, 3e-2. A wrong rotation, norm or
 # mask gives 0.1 and more.
 _ROUNDING = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_INT8_ROUNDING = 0.1
+# How far rounded weights may take results, which the same replacement with weights as they are has proven right.
+_ROUNDED_WEIGHTS = {8: 0.1, 4: 0.5}
 
 
 @dataclass
@@ -90,7 +93,8 @@ def swap_modules(
     probe = Probe(twin, backend, kv_dtype)
     if "state" in kinds and twin.mixers:
         _swap_states(twin, swaps, probe, backend)
-    swapper = _Swapper(twin, swaps, Packing(int8=quantize == "int8", packs=packs), probe)
+    bits = None if quantize is None else QUANTIZED_BITS[quantize]
+    swapper = _Swapper(twin, swaps, Packing(bits=bits, packs=packs), probe)
     for kind in kinds:
         if kind != "state":
             swapper.run(kind)
@@ -126,12 +130,14 @@ class _Swapper:
 
     def __init__(self, twin: Twin, swaps: Swaps, packing: Packing, probe: Probe) -> None:
         self.twin, self.swaps, self.packing, self.probe = twin, swaps, packing, probe
-        self.rounding = _INT8_ROUNDING if packing.int8 else _ROUNDING.get(twin.dtype, 0.0)
+        self.rounding = _ROUNDING.get(twin.dtype, 0.0)
 
     def run(self, name_of_kind: str) -> None:
         """Replace the modules of one kind that do not lie within one that was replaced before."""
-        kind: SwapKind = importlib.import_module(f"paged_backend.swaps.{name_of_kind}").KIND(self.packing)
-        proof = _Proof(kind, self.probe, self.rounding)
+        kind_class: type[SwapKind] = importlib.import_module(f"paged_backend.swaps.{name_of_kind}").KIND
+        kind = kind_class(self.packing)
+        exact = kind if self.packing.bits is None else kind_class(Packing(packs=True))
+        proof = _Proof(kind, exact, self.probe, self.rounding)
         candidates: dict[str, nn.Module] = {}
         for name, module in self._open_modules():
             if kind.wants(module):
@@ -179,8 +185,8 @@ class _Proof:
     fused: what computes the same, by the module's name. reasons: why the others stay.
     """
 
-    def __init__(self, kind: SwapKind, probe: Probe, rounding: float) -> None:
-        self.kind, self.probe, self.rounding = kind, probe, rounding
+    def __init__(self, kind: SwapKind, exact: SwapKind, probe: Probe, rounding: float) -> None:
+        self.kind, self.exact, self.probe, self.rounding = kind, exact, probe, rounding
         self.fused: dict[str, Fused] = {}
         self.reasons: dict[str, str] = {}
         # A class whose modules compute something else is not packed and tried again for every layer.
@@ -201,15 +207,19 @@ class _Proof:
 
     def _proven(self, module: nn.Module, call: ModuleCall) -> Fused:
         """The first proposal that computes the same as ``module``. Raises NoMatch when there is none."""
-        closest = math.inf
+        closest, limit = math.inf, self.rounding
         trials = None
-        for fused in self.kind.propose(module, call):
-            trials = self.kind.trials(module, call) if trials is None else trials
+        for place, fused in enumerate(self.exact.propose(module, call)):
+            trials = self.exact.trials(module, call) if trials is None else trials
             distance = max(trial.distance(fused) for trial in trials)
-            if distance <= self.rounding:
+            if distance <= self.rounding and self.kind is not self.exact:
+                fused = next(itertools.islice(self.kind.propose(module, call), place, None))
+                distance = max(trial.distance(fused) for trial in trials)
+                limit = _ROUNDED_WEIGHTS[self.kind.packing.bits or 8]
+            if distance <= limit:
                 return fused
             closest = min(closest, distance)
-        reason = f"what C++ computes in its place is {closest:.1e} away, and at most {self.rounding:.0e} is rounding"
+        reason = f"what C++ computes in its place is {closest:.1e} away, and at most {limit:.0e} is rounding"
         self._hopeless[type(module)] = reason
         raise NoMatch(reason)
 
@@ -220,7 +230,7 @@ def _shortage(twin: Twin, quantize: str | None) -> str | None:
         weight.data_ptr(): weight.numel() * (1 if quantize else weight.element_size())
         for module in twin.module.modules()
         for weight in module._parameters.values()
-        if weight is not None and weight.dim() == 2
+        if weight is not None and weight.dim() == 2 and not isinstance(weight, QuantisedTensor)
     }
     need, available = sum(weights.values()), _available_memory()
     if available is not None and 2 * need > available:

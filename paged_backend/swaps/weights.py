@@ -7,47 +7,84 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from paged_backend.kernels import cpu
+from paged_backend.model.quantised_tensor import QuantisedTensor
 from paged_backend.swaps.fused import Fused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KINDS = (nn.Parameter, torch.Tensor, QuantisedTensor)
 
 
 class NoMatch(Exception):
     """A module does not have the shape that a kind of swap knows; the message says where it differs."""
 
 
-class Packing:
-    """How weights are packed: rounded to ``int8`` or as they are, or not at all where ``packs`` is False."""
+Product = cpu.PackedLinear | cpu.QuantisedLinear
 
-    def __init__(self, *, int8: bool, packs: bool) -> None:
-        self.int8 = int8
+
+class Packing:
+    """How weights are packed: rounded to 8 or 4 bits or as they are, or not at all where ``packs`` is False.
+
+    bits: 8, 4, or None for weights as they are. Those of a model that are quantised already are taken as they lie,
+    which takes no memory.
+    """
+
+    def __init__(self, *, bits: int | None = None, packs: bool) -> None:
+        self.bits = bits
         self.packs = packs
         self._arena = cpu.Arena() if packs else None
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> cpu.PackedLinear:
-        """The weight ``[num_columns, depth]`` of one product."""
+    def pack(self, *pairs: tuple[torch.Tensor, torch.Tensor | None]) -> Product:
+        """The weights ``[num_columns, depth]`` and biases of one product, whose columns follow each other."""
+        weights, biases = zip(*pairs, strict=True)
+        if any(isinstance(weight, QuantisedTensor) for weight in weights):
+            return _in_place(weights, biases)
         self._check()
-        return cpu.pack(weight, bias, int8=self.int8, arena=self._arena)
+        weight, bias = (torch.cat(weights), joined(weights, biases)) if len(pairs) > 1 else pairs[0]
+        if self.bits == 4 and _fits_int4(weight):
+            return cpu.QuantisedLinear((cpu.int4(weight, self._arena),), (_float(bias),))
+        return cpu.pack(weight, bias, int8=self.bits is not None, arena=self._arena)
 
     def pack_gated(
         self, gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
-    ) -> cpu.PackedLinear:
+    ) -> Product:
         """The weights of a product whose columns are gated by as many others."""
+        if isinstance(gate, QuantisedTensor) or isinstance(up, QuantisedTensor):
+            return _in_place((gate, up), (gate_bias, up_bias))
         self._check()
+        if self.bits == 4 and _fits_int4(gate):
+            weights = cpu.int4(gate, self._arena), cpu.int4(up, self._arena)
+            return cpu.QuantisedLinear(weights, (_float(gate_bias), _float(up_bias)))
         if gate.shape[0] % 16:
             raise NoMatch(f"{gate.shape[0]} columns of a gate are no multiple of 16")
-        return cpu.pack_gated(gate, up, gate_bias, up_bias, int8=self.int8, arena=self._arena)
+        return cpu.pack_gated(gate, up, gate_bias, up_bias, int8=self.bits is not None, arena=self._arena)
 
     def up_to_crossover(self, fused: Fused, dtype: torch.dtype) -> Fused:
         """``fused``, told up to how many tokens it is faster than products of ``dtype``."""
-        # Rounded weights must give the same results whatever else is in a batch.
-        if not self.int8:
+        # Rounded weights must give the same results whatever else is in a batch, and quantised ones have no other way.
+        quantised = any(isinstance(parameter, QuantisedTensor) for parameter in fused.original.parameters())
+        if self.bits is None and not quantised:
             fused.most_rows = cpu.most_rows(dtype, torch.get_num_threads())
         return fused
 
     def _check(self) -> None:
         if not self.packs:
             raise NoMatch("packing its weights would take memory for a copy of them")
+
+
+def _in_place(weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor | None, ...]) -> cpu.QuantisedLinear:
+    """A product with weights of a model that are quantised already."""
+    quantised = tuple(weight.quantised for weight in weights if isinstance(weight, QuantisedTensor))
+    if len(quantised) < len(weights):
+        raise NoMatch("some of the weights that go together are quantised and some are not")
+    return cpu.QuantisedLinear(quantised, tuple(map(_float, biases)), owned=False)
+
+
+def _fits_int4(weight: torch.Tensor) -> bool:
+    return weight.shape[1] % 32 == 0
+
+
+def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach().float()
 
 
 def check_plain(module: nn.Module) -> None:
@@ -61,7 +98,7 @@ def check_plain(module: nn.Module) -> None:
         for tensor in part._parameters.values():
             if tensor is None:
                 continue
-            if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.dtype not in DTYPES:
+            if type(tensor) not in _KINDS or tensor.dtype not in DTYPES:
                 raise NoMatch(f"a weight of {where} is a {type(tensor).__name__} of {tensor.dtype}")
             if tensor.device.type != "cpu":
                 raise NoMatch(f"{where} is on {tensor.device.type}")
@@ -74,6 +111,18 @@ def weight_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     if type(module) is Conv1D:
         return module.weight.T, module.bias
     raise NoMatch(f"a {type(module).__name__} is no plain linear layer")
+
+
+def halves(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The first and the second half of a weight's columns. Raises NoMatch where panels of a quantised one are cut."""
+    if not isinstance(weight, QuantisedTensor):
+        return weight.chunk(2)
+    half = len(weight) // 2
+    try:
+        parts = weight.quantised.split(half, half)
+    except ValueError as error:
+        raise NoMatch(str(error)) from error
+    return tuple(QuantisedTensor(part, weight.dtype) for part in parts)
 
 
 def joined(weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:

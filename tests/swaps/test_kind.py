@@ -37,7 +37,7 @@ def test_drawn_numbers_are_small_and_always_the_same():
 def test_a_trial_asks_for_what_the_module_itself_computes():
     module = nn.Linear(4, 3)
     call = ModuleCall.of((torch.ones(5, 4),), {}, None)
-    (trial,) = Anything(Packing(int8=False, packs=False)).trials(module, call)
+    (trial,) = Anything(Packing(packs=False)).trials(module, call)
     assert torch.equal(trial.expected, module(call.drawn()))
     assert trial.distance(module) == 0
 
@@ -45,7 +45,7 @@ def test_a_trial_asks_for_what_the_module_itself_computes():
 def test_a_call_with_keywords_is_refused_by_their_names():
     call = ModuleCall.of((torch.ones(5, 4),), {"scale": 2.0, "mode": 1}, None)
     with pytest.raises(NoMatch, match="called with keywords: scale, mode"):
-        Anything(Packing(int8=False, packs=False)).trials(nn.Linear(4, 3), call)
+        Anything(Packing(packs=False)).trials(nn.Linear(4, 3), call)
 
 
 def test_distances_are_shares_of_what_is_added_and_one_bad_row_counts_a_fifth():

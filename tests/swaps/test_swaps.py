@@ -166,7 +166,7 @@ def test_int8_off_a_cpu_is_refused_with_the_device(tiny_model):
         ("optimize", []),
         ("optimize", ["layer", "fast"]),
         ("optimize", {"layer": 1}),
-        ("quantize", "int4"),
+        ("quantize", "int3"),
     ],
 )
 def test_unknown_settings_are_refused_by_name(field, value):

@@ -51,7 +51,7 @@ def test_parameters_are_counted_of_a_module_or_of_some_children():
 
 @pytest.mark.parametrize("pack", ["pack", "pack_gated"])
 def test_nothing_is_packed_where_no_memory_is_to_be_taken(pack):
-    packing, weight = Packing(int8=False, packs=False), torch.ones(16, 8)
-    arguments = (weight, None) if pack == "pack" else (weight, weight, None, None)
+    packing, weight = Packing(packs=False), torch.ones(16, 8)
+    arguments = ((weight, None),) if pack == "pack" else (weight, weight, None, None)
     with pytest.raises(NoMatch, match="would take memory"):
         getattr(packing, pack)(*arguments)

@@ -12,15 +12,29 @@ from paged_backend.kernels.cpu.packed_linear import (
     pack,
     pack_gated,
 )
+from paged_backend.kernels.cpu.quantised_weight import (
+    FORMATS,
+    Format,
+    QuantisedLinear,
+    QuantisedWeight,
+    from_gguf,
+    int4,
+)
 
 __all__ = [
     "BACKEND",
+    "FORMATS",
     "GELU_GATE",
     "SILU_GATE",
     "Arena",
+    "Format",
     "PackedLinear",
+    "QuantisedLinear",
+    "QuantisedWeight",
     "UnavailableWarning",
     "faster",
+    "from_gguf",
+    "int4",
     "is_available",
     "library",
     "most_rows",

@@ -5,9 +5,11 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <vector>
 
 #include "attention.h"
 #include "product.h"
+#include "quantised_product.h"
 #include "state.h"
 
 namespace paged {
@@ -99,6 +101,58 @@ Tensor linear(const Tensor& x, const Tensor& packed, const Optional& scale, cons
   return result;
 }
 
+// A quantised weight, as quantised_weight.py lays it out: [panels][bytes of a panel].
+QuantisedWeight quantised(const Tensor& packed, int64_t format, const Optional& bias, int64_t num_columns,
+                          int64_t depth) {
+  const QuantisedWeight weight{packed.const_data_ptr<uint8_t>(), static_cast<Format>(format), num_columns, depth,
+                               floats(bias)};
+  TORCH_CHECK_VALUE(depth % kStretch == 0 && packed.size(1) == panel_bytes(weight.format, depth), "x has ", depth,
+                    " columns, the weight takes another number");
+  TORCH_CHECK_VALUE(packed.is_contiguous() && packed.size(0) == weight.num_panels(), "a weight of ", num_columns,
+                    " columns must be ", weight.num_panels(), " panels that follow each other");
+  return weight;
+}
+
+std::vector<QuantisedWeight> quantised(const c10::List<Tensor>& packed, const c10::List<int64_t>& formats,
+                                       const c10::List<Optional>& biases, const c10::List<int64_t>& columns,
+                                       int64_t first, int64_t count, int64_t depth) {
+  std::vector<QuantisedWeight> weights;
+  for (int64_t i = first; i < first + count; ++i) {
+    weights.push_back(quantised(packed.get(i), formats.get(i), biases.get(i), columns.get(i), depth));
+  }
+  return weights;
+}
+
+Tensor quantised_linear(const Tensor& x, const c10::List<Tensor>& packed, const c10::List<int64_t>& formats,
+                        const c10::List<Optional>& biases, const c10::List<int64_t>& columns, int64_t then) {
+  const int64_t depth = x.size(-1);
+  const auto weights = quantised(packed, formats, biases, columns, 0, packed.size(), depth);
+  const Tensor rows = x.contiguous();
+  auto sizes = x.sizes().vec();
+  sizes.back() = 0;
+  for (const auto& weight : weights) sizes.back() += weight.num_columns;
+  if (then >= static_cast<int64_t>(Then::silu_gate)) sizes.back() /= 2;
+  Tensor result = at::empty(sizes, x.options());
+  quantised_product(rows.const_data_ptr(), type_of(x), rows.numel() / depth, weights, static_cast<Then>(then), nullptr,
+                    result.data_ptr());
+  return result;
+}
+
+Tensor widen_columns(const Tensor& packed, int64_t format, int64_t num_columns, int64_t depth, const Tensor& columns) {
+  const QuantisedWeight weight = quantised(packed, format, {}, num_columns, depth);
+  const Tensor at = columns.contiguous();
+  const auto* places = at.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < at.numel(); ++i) {
+    TORCH_CHECK_INDEX(0 <= places[i] && places[i] < num_columns, "index ", places[i], " is out of range, of 0 to ",
+                      num_columns - 1);
+  }
+  auto sizes = columns.sizes().vec();
+  sizes.push_back(depth);
+  Tensor result = at::empty(sizes, packed.options().dtype(at::kFloat));
+  widen_columns(weight, places, at.numel(), result.data_ptr<float>());
+  return result;
+}
+
 Tensor norm(const Tensor& x, const Tensor& weight, double epsilon) {
   const Tensor rows = x.contiguous();
   Tensor result = at::empty(x.sizes(), x.options());
@@ -170,10 +224,13 @@ Tensor selective_state_update(const Tensor& state, const Tensor& x, const Tensor
 // One decoder layer over the packed tokens of a step, its keys and values stored on the way.
 //
 // norms: of the input, of the attention's result, before and after the MLP, of queries, of keys; float32 or absent.
-// weights, scales, biases: query-key-value, output, gate-and-other, down.
+// weights, scales, biases: query-key-value, output, gate-and-other, down. formats, columns: nothing of packed weights;
+// of quantised ones, of which there may be several where a packed one would hold them all: queries, keys and values, or
+// gate and other.
 Tensor decoder_layer(const Tensor& hidden, const Optional& cos, const Optional& sin,
                      const c10::List<Optional>& norms, double epsilon, const c10::List<Tensor>& weights,
-                     const c10::List<Optional>& scales, const c10::List<Optional>& biases, int64_t num_heads,
+                     const c10::List<Optional>& scales, const c10::List<Optional>& biases,
+                     const c10::List<int64_t>& formats, const c10::List<int64_t>& columns, int64_t num_heads,
                      int64_t activation, const Tensor& key_cache, const Tensor& value_cache, const Tensor& slot_mapping,
                      const Tensor& block_tables, const Tensor& context_lens, const Tensor& cu_seqlens_q,
                      int64_t num_decodes, double scale, int64_t window, int64_t chunk, double softcap,
@@ -186,15 +243,26 @@ Tensor decoder_layer(const Tensor& hidden, const Optional& cos, const Optional& 
   TORCH_CHECK(hidden.is_contiguous(), "hidden states must be contiguous");
   const Type type = type_of(hidden);
   std::vector<Optional> norm(norms.begin(), norms.end());
+  const bool is_quantised = !formats.empty();
   auto weight = [&](int i, int64_t n) { return weight_of(weights.get(i), scales.get(i), biases.get(i), n); };
-  const int64_t inner = weight(3, width).depth;
+  const int64_t inner = is_quantised ? columns.get(columns.size() - 2) : weight(3, width).depth;
+  // The i-th product of the four, to `n` columns.
+  auto multiply = [&](const void* rows, int i, int64_t n, Then then, const void* residual, void* to) {
+    if (!is_quantised) return product(rows, type, num_tokens, weight(i, n), then, residual, to);
+    const int64_t depths[] = {width, result_dims, width, inner};
+    const int64_t firsts[] = {0, static_cast<int64_t>(weights.size()) - 4, static_cast<int64_t>(weights.size()) - 3,
+                              static_cast<int64_t>(weights.size()) - 1, static_cast<int64_t>(weights.size())};
+    quantised_product(rows, type, num_tokens,
+                      quantised(weights, formats, biases, columns, firsts[i], firsts[i + 1] - firsts[i], depths[i]),
+                      then, residual, to);
+  };
   auto buffer = [&](int64_t columns) { return at::empty({num_tokens, columns}, hidden.options()); };
   // x + norm(product), or x + product where there is no norm.
-  auto add = [&](const Tensor& from, const Weight& by, const Tensor& x, const Optional& norm, const Tensor& result) {
+  auto add = [&](const Tensor& from, int by, const Tensor& x, const Optional& norm, const Tensor& result) {
     const void *residual = x.const_data_ptr(), *rows = from.const_data_ptr();
     void* to = result.data_ptr();
-    if (!norm) return product(rows, type, num_tokens, by, Then::add, residual, to);
-    product(rows, type, num_tokens, by, Then::keep, nullptr, to);
+    if (!norm) return multiply(rows, by, width, Then::add, residual, to);
+    multiply(rows, by, width, Then::keep, nullptr, to);
     rms_norm(to, type, num_tokens, width, floats(norm), epsilon, residual, to);
   };
   auto normed = [&](const Tensor& x, const Optional& norm, const Tensor& result) {
@@ -204,8 +272,7 @@ Tensor decoder_layer(const Tensor& hidden, const Optional& cos, const Optional& 
   };
 
   const Tensor scratch = buffer(width), attended = buffer(result_dims), qkv = buffer(projected);
-  product(normed(hidden, norm[0], scratch).const_data_ptr(), type, num_tokens, weight(0, projected), Then::keep,
-          nullptr, qkv.data_ptr());
+  multiply(normed(hidden, norm[0], scratch).const_data_ptr(), 0, projected, Then::keep, nullptr, qkv.data_ptr());
   const int64_t bytes = size_of(type);
   char* query = static_cast<char*>(qkv.data_ptr());
   char* key = query + query_dims * bytes;
@@ -229,10 +296,10 @@ Tensor decoder_layer(const Tensor& hidden, const Optional& cos, const Optional& 
                     static_cast<char*>(attended.data_ptr()) + num_decodes * result_dims * bytes);
 
   const Tensor middle = buffer(width), result = at::empty(hidden.sizes(), hidden.options()), gates = buffer(inner);
-  add(attended, weight(1, width), hidden, norm[1], middle);
-  product(normed(middle, norm[2], scratch).const_data_ptr(), type, num_tokens, weight(2, 2 * inner),
-          static_cast<Then>(activation), nullptr, gates.data_ptr());
-  add(gates, weight(3, width), middle, norm[3], result);
+  add(attended, 1, hidden, norm[1], middle);
+  multiply(normed(middle, norm[2], scratch).const_data_ptr(), 2, 2 * inner, static_cast<Then>(activation), nullptr,
+           gates.data_ptr());
+  add(gates, 3, middle, norm[3], result);
   return result;
 }
 
@@ -247,6 +314,10 @@ TORCH_LIBRARY(PAGED_LIBRARY, m) {
   define("prefill_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
          "Tensor cu_seqlens_q, Tensor context_lens, " PAGED_RULE ") -> Tensor", prefill);
   define("linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, int num_columns, int then) -> Tensor", linear);
+  define("quantised_linear(Tensor x, Tensor[] packed, int[] formats, Tensor?[] biases, int[] columns, int then) "
+         "-> Tensor", quantised_linear);
+  define("widen_columns(Tensor packed, int format, int num_columns, int depth, Tensor columns) -> Tensor",
+         static_cast<Tensor (*)(const Tensor&, int64_t, int64_t, int64_t, const Tensor&)>(widen_columns));
   define("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", norm);
   define("gated_activation(Tensor gate, Tensor other, bool gelu) -> Tensor", gated_activation);
   define("rotate_(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()", rotate_heads);
@@ -257,8 +328,8 @@ TORCH_LIBRARY(PAGED_LIBRARY, m) {
          "Tensor? z, Tensor dt_bias, Tensor slots_in, Tensor slots_out, bool softplus) -> Tensor",
          selective_state_update);
   define("decoder_layer(Tensor hidden, Tensor? cos, Tensor? sin, Tensor?[] norms, float epsilon, Tensor[] weights, "
-         "Tensor?[] scales, Tensor?[] biases, int num_heads, int activation, " PAGED_CACHE ", Tensor slot_mapping, "
-         "Tensor block_tables, Tensor context_lens, Tensor cu_seqlens_q, int num_decodes, " PAGED_RULE ") -> Tensor",
+         "Tensor?[] scales, Tensor?[] biases, int[] formats, int[] columns, int num_heads, int activation, " PAGED_CACHE
+         ", Tensor slot_mapping, Tensor block_tables, Tensor context_lens, Tensor cu_seqlens_q, int num_decodes, " PAGED_RULE ") -> Tensor",
          decoder_layer);
 }
 

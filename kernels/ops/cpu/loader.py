@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 import torch
 
-_SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "rows.cpp", "state.cpp")
-_HEADERS = ("attention.h", "product.h", "rows.h", "state.h", "vec.h")
+_SOURCES = ("attention.cpp", "library.cpp", "product.cpp", "quantised_product.cpp", "rows.cpp", "state.cpp")
+_HEADERS = ("attention.h", "product.h", "quantised_product.h", "rows.h", "state.h", "vec.h")
 _FOLDER = Path(__file__).parent
 # Hidden, since a process that loads two levels would take one's tables of functions for the other's.
 _FLAGS = ("-O3", "-fopenmp", "-w", "-fvisibility=hidden")
