@@ -23,6 +23,7 @@ from paged_backend.cli.chat import chat
 from paged_backend.cli.doctor import doctor
 from paged_backend.cli.generate import generate
 from paged_backend.cli.options import AsJson, Model, Terminal, Threads, errors_in_words, start, write_all
+from paged_backend.cli.place import place
 from paged_backend.cli.replay import replay
 from paged_backend.cli.study import study
 from paged_backend.cli.tune import tune
@@ -79,6 +80,7 @@ def demo(
 app.command()(generate)
 app.command()(chat)
 app.command()(replay)
+app.command()(place)
 app.command()(bench)
 app.command()(study)
 app.command()(tune)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paged_backend.checks import checked_int
+from paged_backend.checks import checked_amount, checked_int
+from paged_backend.errors import ConfigError
 from paged_backend.lab.replay import (
     Arrivals,
     LengthKnowledge,
@@ -18,7 +19,7 @@ from paged_backend.lab.replay import (
     ReplayEngine,
     uncollected,
 )
-from paged_backend.lab.trace import TraceRequest
+from paged_backend.lab.trace import TraceRequest, checked_time
 from paged_backend.policy.policy_errors import PolicyErrors
 from paged_backend.policy.router import Router
 from paged_backend.request.request import Request
@@ -75,6 +76,22 @@ def place(
     return Placement(
         trace, machine, num_replicas, routing, policies, length_knowledge=length_knowledge, deadline=deadline
     ).run()
+
+
+def at_load(trace: Sequence[TraceRequest], machine: Machine, num_replicas: int, load: float) -> list[TraceRequest]:
+    """``trace`` at another pace, such that so much more arrives than the replicas can do: 1 is all that they can.
+
+    What they can do is taken from a placement in which all requests are there at once, each sent to the least loaded.
+    """
+    load = checked_amount("load", load, positive=True)
+    span = trace[-1].arrival
+    if not span:
+        raise ConfigError("the trace's requests arrive all at once, so that no load can be made of them")
+    at_once = [replace(request, arrival=0.0) for request in trace]
+    capacity_s = place(at_once, machine, num_replicas, Routing("least_loaded")).seconds
+    return [
+        replace(request, arrival=checked_time(request.arrival * capacity_s / load / span)) for request in trace
+    ]
 
 
 class Placement:
