@@ -89,7 +89,7 @@ app.command()(doctor)
 
 @app.command()
 def plugins(as_json: AsJson = False) -> None:
-    """List the policies that an engine can be given by name, each with the plugin and the distribution it came from.
+    """List the policies that can be chosen by name, each with the plugin and the distribution it came from.
 
     An installed plugin that is broken, or has a name that another one has, stands there with the reason.
     """

@@ -89,9 +89,7 @@ def at_load(trace: Sequence[TraceRequest], machine: Machine, num_replicas: int, 
         raise ConfigError("the trace's requests arrive all at once, so that no load can be made of them")
     at_once = [replace(request, arrival=0.0) for request in trace]
     capacity_s = place(at_once, machine, num_replicas, Routing("least_loaded")).seconds
-    return [
-        replace(request, arrival=checked_time(request.arrival * capacity_s / load / span)) for request in trace
-    ]
+    return [replace(request, arrival=checked_time(request.arrival * capacity_s / load / span)) for request in trace]
 
 
 class Placement:
