@@ -63,7 +63,7 @@ def place(
     machine: Machine,
     num_replicas: int,
     routing: Routing = Routing(),
-    policies: Policies = Policies(),
+    policies: Policies = Policies(),  # noqa: B008
     *,
     length_knowledge: LengthKnowledge = "oracle",
     deadline: float | str | None = None,
