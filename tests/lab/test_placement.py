@@ -60,9 +60,11 @@ def test_a_step_is_over_before_its_end_is_known() -> None:
             seen.append(replicas[0].num_outstanding_tokens)
             return 0
 
-    trace = [TraceRequest(0.0, range(8), 1), TraceRequest(1e-6, range(8), 1), TraceRequest(5.0, range(8), 1)]
+    end = replay([TraceRequest(0.0, range(8), 1)], MACHINE).seconds
+    trace = [TraceRequest(time, range(8), 1) for time in (0.0, end, end + 1e-6)]
     placed = place(trace, MACHINE, 2, Routing(Watches))  # type: ignore[arg-type]
-    assert seen == [0, 9, 0]
+    # The second comes as the first ends, the third while the second runs.
+    assert seen == [0, 0, 9]
     assert placed.places == [0, 0, 0]
 
 
