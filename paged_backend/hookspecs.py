@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PROJECT = "paged_backend"
 # A plugin may state what it was written for: anything from the oldest on, since what came later was only added.
-HOOK_API_VERSION = 2
+HOOK_API_VERSION = 3
 OLDEST_HOOK_API_VERSION = 1
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -60,6 +60,14 @@ def register_attention_backends(register: Register) -> None:
     variant)``, ``decode_attention(query, cache, sequences, variant)``. An operation left out runs as with ``auto``. The
     model is proven with the backend before anything is served; a function that cannot be called so, that raises or that
     returns another shape or dtype is a PluginError that names it.
+    """
+
+
+@hookspec
+def register_routers(register: Register) -> None:
+    """Offer routing policies: ``register("name", RoutingPolicy subclass or factory)``. Once per group of replicas.
+
+    A factory is called with the options of the router. A string ``"module:attribute"`` is imported only when chosen.
     """
 
 

@@ -1,4 +1,4 @@
-"""What a plugin implements: who goes first, who gives up memory, what leaves the cache, how big a block is."""
+"""What a plugin implements: who goes first, what leaves the cache, how big a block is, which engine gets a request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged_backend.lazy_heap import LazyHeap as LazyHeap
@@ -231,3 +232,62 @@ class BlockSize(int):
 
 
 BlockSizeRule = Callable[[ModelShape, "torch.device"], int]
+
+
+def _read(name: str) -> Any:
+    return property(attrgetter(f"_replica.{name}"))
+
+
+class ReplicaView:
+    """One of the engines that a request may go to, live, with nothing to change: assigning raises AttributeError.
+
+    One object per replica, at the same place among all replicas for good.
+
+    num_waiting, num_running: its requests, those that were sent to it since it last told included.
+    num_outstanding_tokens: what its unfinished requests come to at most, prompts and answers, computed ones included.
+    num_known_tokens: how many of the prompt tokens of the request that is routed now it should find in its cache, as
+    far as what was sent there before tells; 0 where the policy does not ask for it.
+    """
+
+    __slots__ = ("_replica",)
+    # The Replica, whose module knows this one.
+    _replica: Any
+
+    num_waiting: int = _read("num_waiting")
+    num_running: int = _read("num_running")
+    num_outstanding_tokens: int = _read("num_outstanding_tokens")
+    num_known_tokens: int = _read("num_known_tokens")
+
+    def __init__(self, replica: Any) -> None:
+        object.__setattr__(self, "_replica", replica)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} cannot be set: routing policies read replicas")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name} cannot be deleted: routing policies read replicas")
+
+    def __repr__(self) -> str:
+        return (
+            f"ReplicaView(waiting={self.num_waiting}, running={self.num_running}, "
+            f"outstanding={self.num_outstanding_tokens}, known={self.num_known_tokens})"
+        )
+
+
+class RoutingPolicy(ABC):
+    """Decides which of several engines, equal replicas, gets a request; who asks checks every answer.
+
+    One object serves one group of replicas. A thousand of them are normal, and ``replicas`` is the same sequence at
+    every call.
+
+    asks_prefixes: whether it reads ``ReplicaView.num_known_tokens``, which takes an index of all prompts to know.
+    """
+
+    asks_prefixes: bool = False
+
+    @abstractmethod
+    def route(self, request: RequestView, replicas: Sequence[ReplicaView]) -> int:
+        """The place among ``replicas`` of the one that ``request`` goes to, from 0 on. It has just arrived."""
+
+    def on_finished(self, request: RequestView, replica: int) -> None:  # noqa: B027
+        """``request`` ended for whatever reason; ``replica`` is the place of the one that it went to."""

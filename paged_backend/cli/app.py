@@ -23,6 +23,7 @@ from paged_backend.cli.chat import chat
 from paged_backend.cli.doctor import doctor
 from paged_backend.cli.generate import generate
 from paged_backend.cli.options import AsJson, Model, Terminal, Threads, errors_in_words, start, write_all
+from paged_backend.cli.place import place
 from paged_backend.cli.replay import replay
 from paged_backend.cli.serve import serve
 from paged_backend.cli.study import study
@@ -81,6 +82,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(replay)
+app.command()(place)
 app.command()(bench)
 app.command()(study)
 app.command()(tune)
@@ -89,7 +91,7 @@ app.command()(doctor)
 
 @app.command()
 def plugins(as_json: AsJson = False) -> None:
-    """List the policies that an engine can be given by name, each with the plugin and the distribution it came from.
+    """List the policies that can be chosen by name, each with the plugin and the distribution it came from.
 
     An installed plugin that is broken, or has a name that another one has, stands there with the reason.
     """

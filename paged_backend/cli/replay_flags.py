@@ -1,4 +1,4 @@
-"""ReplayFlags: what ``replay`` and ``study`` share."""
+"""ReplayFlags: what ``replay``, ``place`` and ``study`` share."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class ReplayFlags:
 
         schedulers, evictions = names("--scheduler", self.scheduler), names("--eviction", self.eviction)
         scheduler_options, eviction_options = self.scheduler_options or {}, self.eviction_options or {}
-        _check_options("--scheduler-options", scheduler_options, schedulers)
-        _check_options("--eviction-options", eviction_options, evictions)
+        check_options("--scheduler-options", scheduler_options, schedulers)
+        check_options("--eviction-options", eviction_options, evictions)
         return [
             Policies(one, other, scheduler_options.get(one, {}), eviction_options.get(other, {}))
             for one, other in product(schedulers, evictions)
@@ -103,7 +103,7 @@ def names(flag: str, text: str) -> list[str]:
     return found
 
 
-def _check_options(flag: str, options: dict[str, Any], known: list[str]) -> None:
+def check_options(flag: str, options: dict[str, Any], known: list[str]) -> None:
     """Options of a policy that is not replayed, or that are no object, are a slip."""
     for name, value in options.items():
         if name not in known or not isinstance(value, dict):

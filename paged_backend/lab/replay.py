@@ -135,8 +135,11 @@ def at_loads(trace: Sequence[TraceRequest], machine: Machine, loads: Sequence[fl
     ]
 
 
-class Replay:
-    """One trace on its way through a VirtualEngine."""
+class Arrivals:
+    """The requests of a trace on their way to one engine or to several equal ones, and what is known of them.
+
+    unfinished: those that came and have not ended, by id. clients: how many requests each has.
+    """
 
     def __init__(
         self,
@@ -151,78 +154,49 @@ class Replay:
             raise ConfigError(
                 f"length_knowledge={describe(length_knowledge)} is unknown; choose from {', '.join(LENGTH_KNOWLEDGE)}"
             )
-        self._trace = trace
-        self._machine = machine
-        self._policies = policies
+        self.trace = trace
+        self.machine = machine
+        self.policies = policies
+        self.learns_lengths = length_knowledge == "quantile"
         self._knows_lengths = length_knowledge == "oracle"
         self._deadline = _multiple(deadline)
         self._longest = max(request.output_length for request in trace)
-        plugins = PluginManager(
+        self.plugins = PluginManager(
             [Yardsticks(trace, machine.cost, machine.seats, machine.block_size, self._has_yet_to_begin)]
         )
-        self.engine = VirtualEngine(
-            _scheduler(plugins, policies, learns=length_knowledge == "quantile"),
-            plugins.eviction_factory(policies.eviction, policies.eviction_options),
-            machine.cost.of,
-            num_blocks=machine.num_blocks,
-            block_size=machine.block_size,
-            max_num_seqs=machine.seats,
-            max_num_batched_tokens=machine.max_num_batched_tokens,
-            enable_prefix_caching=machine.enable_prefix_caching,
-        )
-        self._arriving = deque(enumerate(trace))
-        self._outcomes: dict[int, Outcome] = {}
-        self._unfinished: dict[str, Request] = {}
-        self._usage = Usage(machine.num_blocks)
-        clients = clients_of([request.client_id for request in trace])
-        self._gap = ServiceGap(clients) if len(clients) > 1 else None
+        # Nothing listens to a replay.
+        self.listeners = PluginManager(load_entry_points=False)
+        self.clients = clients_of([request.client_id for request in trace])
+        self.unfinished: dict[str, Request] = {}
+        self._to_come = deque(enumerate(trace))
 
-    def run(self) -> Replayed:
-        """Until the last request has ended."""
-        engine = self.engine
-        with _uncollected():
-            while self._arriving or engine.requests:
-                self._arrive()
-                if engine.requests:
-                    self._step()
-                elif self._arriving:
-                    engine.now = max(engine.now, self._arriving[0][1].arrival)
-        return Replayed(
-            self._policies,
-            [self._outcomes[order] for order in range(len(self._trace))],
-            engine.now,
-            self._usage,
-            None if self._gap is None else self._gap.largest,
-            engine.stats(),
-        )
+    def __len__(self) -> int:
+        """How many have yet to come."""
+        return len(self._to_come)
 
-    def _arrive(self) -> None:
-        while self._arriving and self._arriving[0][1].arrival <= self.engine.now:
-            order, known = self._arriving.popleft()
-            if self.engine.blocks.shortage(len(known.prompt) + known.output_length) is not None:
-                self._outcomes[order] = Outcome(
-                    known.arrival, None, None, len(known.prompt), 0, None, known.client_id, "refused"
-                )
-                continue
-            request = self._request(order, known)
-            self._unfinished[request.request_id] = request
-            self.engine.enqueue(request, known.output_length)
-            if self._gap is not None:
-                self._gap.waits(request.client_id)
+    @property
+    def next_time(self) -> float:
+        """When the next one comes; only to be asked where one does."""
+        return self._to_come[0][1].arrival
+
+    def take(self) -> tuple[int, TraceRequest]:
+        """The next one, with its place in the trace."""
+        return self._to_come.popleft()
 
     def _has_yet_to_begin(self, order: int) -> bool:
-        if order >= len(self._trace) - len(self._arriving):
+        if order >= len(self.trace) - len(self._to_come):
             return True
-        request = self._unfinished.get(str(order))
+        request = self.unfinished.get(str(order))
         return request is not None and request.is_waiting
 
-    def _request(self, order: int, known: TraceRequest) -> Request:
+    def request(self, order: int, known: TraceRequest) -> Request:
+        """What an engine gets to know of the one at this place."""
         most = (
             known.output_length if self._knows_lengths else max(known.output_length, known.max_tokens or self._longest)
         )
         deadline_s = known.deadline_s
         if deadline_s is None and self._deadline is not None:
-            machine = self._machine
+            machine = self.machine
             deadline_s = DEADLINE_SLACK_S + self._deadline * machine.cost.alone(
                 len(known.prompt), known.output_length, machine.seats // 2, machine.max_num_batched_tokens
             )
@@ -238,20 +212,62 @@ class Replay:
             cache_salt=known.cache_salt,
         )
 
-    def _step(self) -> None:
-        engine = self.engine
-        stepped = engine.step(drain=not self._arriving)
+
+class ReplayEngine:
+    """A VirtualEngine that some of the requests of a trace come to, and what becomes of these."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        machine, policies, plugins = arrivals.machine, arrivals.policies, arrivals.plugins
+        self._arrivals = arrivals
+        self.virtual = VirtualEngine(
+            _scheduler(plugins, policies, learns=arrivals.learns_lengths),
+            plugins.eviction_factory(policies.eviction, policies.eviction_options),
+            machine.cost.of,
+            num_blocks=machine.num_blocks,
+            block_size=machine.block_size,
+            max_num_seqs=machine.seats,
+            max_num_batched_tokens=machine.max_num_batched_tokens,
+            enable_prefix_caching=machine.enable_prefix_caching,
+            plugins=arrivals.listeners,
+        )
+        self.outcomes: dict[int, Outcome] = {}
+        self._usage = Usage(machine.num_blocks)
+        self._gap = ServiceGap(arrivals.clients) if len(arrivals.clients) > 1 else None
+
+    def refuses(self, order: int, known: TraceRequest) -> bool:
+        """Whether a request could never fit, which is booked as its outcome."""
+        if self.virtual.blocks.shortage(len(known.prompt) + known.output_length) is None:
+            return False
+        self.outcomes[order] = Outcome(
+            known.arrival, None, None, len(known.prompt), 0, None, known.client_id, "refused"
+        )
+        return True
+
+    def enqueue(self, request: Request, output_length: int) -> None:
+        """A request comes that generates so many tokens."""
+        self._arrivals.unfinished[request.request_id] = request
+        self.virtual.enqueue(request, output_length)
+        if self._gap is not None:
+            self._gap.waits(request.client_id)
+
+    def step(self) -> list[Request]:
+        """One step; returns the requests that ended."""
+        engine, arrivals = self.virtual, self._arrivals
+        stepped = engine.step(drain=not arrivals)
         self._usage.record(engine.now, engine.blocks.pools[0].num_owned, engine.blocks.pools[0].num_cached)
         if self._gap is not None:
             self._watch_service(stepped.step.admitted, stepped.step.preempted, stepped.outputs)
+        ended: list[Request] = []
         if stepped.stats.num_finished:
             for output in stepped.outputs:
                 if output.finish_reason is not None:
-                    self._end(self._unfinished.pop(output.request_id))
+                    ended.append(arrivals.unfinished.pop(output.request_id))
+                    self._end(ended[-1])
         held_until = engine.scheduler.held_until
         if held_until is not None:
             # The policy keeps everybody back, until then or until somebody comes.
-            engine.now = min(held_until, self._arriving[0][1].arrival)
+            engine.now = min(held_until, arrivals.next_time)
+        return ended
 
     def _watch_service(
         self, admitted: Sequence[Request], preempted: Sequence[tuple[Request, int]], outputs: Sequence[RequestOutput]
@@ -265,7 +281,7 @@ class Replay:
         for request, _ in preempted:
             gap.waits(request.client_id)
         for output in outputs:
-            client = self._unfinished[output.request_id].client_id
+            client = self._arrivals.unfinished[output.request_id].client_id
             gap.serve(client, OUTPUT_COST * len(output.new_token_ids))
             if output.finish_reason == "timeout":
                 gap.waits(client, -1)
@@ -274,7 +290,7 @@ class Replay:
     def _end(self, request: Request) -> None:
         output, metrics = request.output, request.output.metrics
         assert output.finish_reason is not None
-        self._outcomes[request.order] = Outcome(
+        self.outcomes[request.order] = Outcome(
             request.arrival_time,
             metrics.first_token_time,
             metrics.finished_time,
@@ -285,9 +301,52 @@ class Replay:
             output.finish_reason,
         )
 
+    def result(self, seconds: float) -> Replayed:
+        """What became of those that came here; ``seconds`` since the trace began."""
+        return Replayed(
+            self._arrivals.policies,
+            [self.outcomes[order] for order in sorted(self.outcomes)],
+            seconds,
+            self._usage,
+            None if self._gap is None else self._gap.largest,
+            self.virtual.stats(),
+        )
+
+
+class Replay:
+    """One trace on its way through a VirtualEngine, which is ``engine``."""
+
+    def __init__(
+        self,
+        trace: Sequence[TraceRequest],
+        machine: Machine,
+        policies: Policies,
+        *,
+        length_knowledge: LengthKnowledge = "oracle",
+        deadline: float | str | None = None,
+    ) -> None:
+        self._arrivals = Arrivals(trace, machine, policies, length_knowledge=length_knowledge, deadline=deadline)
+        self._replayed = ReplayEngine(self._arrivals)
+        self.engine = self._replayed.virtual
+
+    def run(self) -> Replayed:
+        """Until the last request has ended."""
+        engine, arrivals = self.engine, self._arrivals
+        with uncollected():
+            while arrivals or engine.requests:
+                while arrivals and arrivals.next_time <= engine.now:
+                    order, known = arrivals.take()
+                    if not self._replayed.refuses(order, known):
+                        self._replayed.enqueue(arrivals.request(order, known), known.output_length)
+                if engine.requests:
+                    self._replayed.step()
+                elif arrivals:
+                    engine.now = max(engine.now, arrivals.next_time)
+        return self._replayed.result(engine.now)
+
 
 @contextmanager
-def _uncollected() -> Generator[None]:
+def uncollected() -> Generator[None]:
     """Without searches for garbage: a replay leaves none, and a cache's books are large to search."""
     enabled = gc.isenabled()
     gc.disable()

@@ -12,6 +12,7 @@ import numpy as np
 
 from paged_backend.lab.figure import new_figure, save
 from paged_backend.lab.replay import Machine, Outcome, Policies, Replayed
+from paged_backend.stats import EngineStats
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,12 +54,24 @@ def metrics(replayed: Replayed) -> dict[str, float | None]:
     it. goodput_per_s: requests a second that met it, or have none and ended. prefix_hit_rate: of all prompt tokens.
     kv: shares of the blocks of memory, over time.
     """
-    outcomes, stats, seconds = replayed.outcomes, replayed.stats, replayed.seconds
+    return numbers(replayed.outcomes, replayed.seconds, [replayed.stats], replayed.service_gap)
+
+
+def numbers(
+    outcomes: Sequence[Outcome], seconds: float, engines: Sequence[EngineStats], service_gap: float | None
+) -> dict[str, float | None]:
+    """What ``metrics`` tells, of requests that ran on any number of engines.
+
+    kv_mean and kv_waste are of the memory of all engines, kv_peak is that of the one where it was highest.
+    """
     ended = [outcome for outcome in outcomes if outcome.reason in ("stop", "length")]
     due = [outcome for outcome in outcomes if outcome.deadline is not None or outcome.reason == "refused"]
     in_time = [outcome for outcome in ended if _is_in_time(outcome)]
     with_deadline = any(outcome.deadline is not None for outcome in outcomes)
-    (group,) = stats.groups
+    groups = [group for stats in engines for group in stats.groups]
+    num_prompt_tokens = sum(stats.num_prompt_tokens for stats in engines)
+    num_generated_tokens = sum(stats.num_generated_tokens for stats in engines)
+    allocated = sum(group.mean_allocated_slots for group in groups)
     return {
         "num_finished": len(ended),
         "num_timed_out": sum(outcome.reason == "timeout" for outcome in outcomes),
@@ -69,15 +82,17 @@ def metrics(replayed: Replayed) -> dict[str, float | None]:
         **spread("inter_token", [gap for o in ended if (gap := inter_token(o)) is not None]),
         "attainment": sum(o.deadline is not None for o in in_time) / len(due) if with_deadline else None,
         "goodput_per_s": len(in_time) / seconds if seconds else None,
-        "tokens_per_s": stats.num_generated_tokens / seconds if seconds else None,
-        "service_gap": replayed.service_gap,
-        "num_preemptions": stats.num_preemptions,
-        "num_recomputed_tokens": stats.num_recomputed_tokens,
-        "prefix_hit_rate": stats.num_cached_tokens / stats.num_prompt_tokens if stats.num_prompt_tokens else None,
-        "kv_mean": group.mean_allocated_slots / group.num_reserved_slots,
-        "kv_peak": group.peak_allocated_slots / group.num_reserved_slots,
-        "kv_waste": stats.waste,
-        "policy_errors": sum(stats.policy_errors.values()),
+        "tokens_per_s": num_generated_tokens / seconds if seconds else None,
+        "service_gap": service_gap,
+        "num_preemptions": sum(stats.num_preemptions for stats in engines),
+        "num_recomputed_tokens": sum(stats.num_recomputed_tokens for stats in engines),
+        "prefix_hit_rate": sum(stats.num_cached_tokens for stats in engines) / num_prompt_tokens
+        if num_prompt_tokens
+        else None,
+        "kv_mean": allocated / sum(group.num_reserved_slots for group in groups),
+        "kv_peak": max(group.peak_allocated_slots / group.num_reserved_slots for group in groups),
+        "kv_waste": sum(group.mean_wasted_slots for group in groups) / allocated if allocated else 0.0,
+        "policy_errors": sum(sum(stats.policy_errors.values()) for stats in engines),
     }
 
 

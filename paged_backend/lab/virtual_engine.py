@@ -24,7 +24,8 @@ class VirtualEngine:
 
     One KV group of full attention; no recurrent state. num_blocks, block_size, max_num_seqs, max_num_batched_tokens: as
     an engine's. step_seconds: how long a planned step takes. guard: what stands between the scheduler and its policy.
-    errors: what the policies did wrong; slow answers are none, since the machine's time does not count here.
+    errors: what the policies did wrong; slow answers are none, since the machine's time does not count here. plugins:
+    those whose hooks are called; by default none but the built-in ones.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class VirtualEngine:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
         guard: Callable[[SchedulingPolicy, PolicyErrors], PolicyGuard] = PolicyGuard,
+        plugins: PluginManager | None = None,
     ) -> None:
         # It takes torch, which importing this does without.
         from paged_backend.kernels import FULL
@@ -58,7 +60,7 @@ class VirtualEngine:
         self.scheduler = Scheduler(self.blocks, self.policy, max_num_batched_tokens)
         self.executor = VirtualExecutor(self.blocks, step_seconds)
         self._recorder = StatsRecorder()
-        plugins = PluginManager(load_entry_points=False)
+        plugins = plugins or PluginManager(load_entry_points=False)
         self.requests = RequestTable(self.scheduler, self.executor.clock, plugins, self.errors)
         self._steps = StepLoop(self.scheduler, self.requests, self._recorder, self.executor.clock)
 

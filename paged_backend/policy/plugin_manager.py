@@ -18,7 +18,7 @@ from paged_backend import hookspecs
 from paged_backend.checks import describe
 from paged_backend.config import MAX_BLOCK_SIZE, check_block_size
 from paged_backend.errors import ConfigError, PluginError, UnknownPolicy
-from paged_backend.policies import BlockSizeRule, EvictionPolicy, SchedulingPolicy
+from paged_backend.policies import BlockSizeRule, EvictionPolicy, RoutingPolicy, SchedulingPolicy
 from paged_backend.policy.entry_points import PLUGINS_VARIABLE, clash_of, distribution_of, entry_points, loaded
 from paged_backend.policy.policy_errors import FAILED, ErrorHandler, call, name_of
 
@@ -28,9 +28,10 @@ BUILT_IN = (
     "paged_backend.plugins.schedulers",
     "paged_backend.plugins.eviction",
     "paged_backend.plugins.block_sizes",
+    "paged_backend.plugins.routers",
 )
 TRACE_VARIABLE = "PAGED_BACKEND_TRACE_HOOKS"
-KINDS = ("scheduler", "eviction", "block_size", "attention_backend")
+KINDS = ("scheduler", "eviction", "block_size", "attention_backend", "router")
 # What an option may be besides a registered name.
 _OTHERWISE = {
     "scheduler": "or give a class, an instance or 'module:attribute'",
@@ -38,6 +39,7 @@ _OTHERWISE = {
     "block_size": f"which name rules, or give an int from 1 to {MAX_BLOCK_SIZE}, a rule (shape, device) -> int itself "
     "or its 'module:attribute'",
     "attention_backend": "or give 'module:attribute'",
+    "router": "or give a class, an instance or 'module:attribute'",
 }
 NOTIFICATIONS = (
     "engine_started",
@@ -351,6 +353,11 @@ class PluginManager:
             if ":" in name or name in self._registry["attention_backend"]
             else None
         )
+
+    def router(self, value: Any, options: Mapping[str, Any]) -> RoutingPolicy:
+        """The routing policy that ``value`` names, or is."""
+        policy: RoutingPolicy = self._policy("router", value, options, RoutingPolicy)
+        return policy
 
     def takes_option(self, kind: str, name: str, option: str) -> bool:
         """Whether the policy of this name says that it takes the option. Raises UnknownPolicy."""

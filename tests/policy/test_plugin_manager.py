@@ -410,3 +410,16 @@ def test_the_names_of_our_own_kernels_cannot_be_taken(model):
 def test_unknown_attention_backend_lists_the_known_ones(model):
     with pytest.raises(UnknownPolicy, match="auto, triton, cpu, reference"):
         Engine(model, attention_backend="flash")
+
+
+def test_a_plugin_offers_a_router_by_name():
+    from paged_backend.plugins.routers import RoundRobin
+
+    module = ModuleType("routing_plugin")
+    module.register_routers = hookimpl(lambda register: register("mine", RoundRobin))
+    manager = PluginManager([module])
+    assert type(manager.router("mine", {})) is RoundRobin
+    with pytest.raises(ConfigError, match="factor must be a number from 1 to inf, got 0"):
+        manager.router("prefix_affinity", {"factor": 0})
+    with pytest.raises(ConfigError, match="router=5 is no RoutingPolicy; choose one of least_loaded, mine"):
+        manager.router(5, {})

@@ -22,6 +22,8 @@ CLASSES = [
     policies.CachedBlock,
     policies.ModelShape,
     policies.BlockSize,
+    policies.ReplicaView,
+    policies.RoutingPolicy,
     kernels.LayerCache,
     kernels.Sequences,
     kernels.AttentionVariant,
