@@ -69,7 +69,7 @@ class Router:
     def _checked(self, answer: object) -> int:
         """The policy's answer, or whose turn it is if that is none."""
         count = len(self._replicas)
-        if isinstance(answer, Integral) and not isinstance(answer, bool) and 0 <= answer < count:
+        if isinstance(answer, Integral) and not isinstance(answer, bool) and 0 <= int(answer) < count:
             return int(answer)
         if answer is not FAILED:
             self._on_error(
