@@ -1,4 +1,4 @@
-"""Answer a dataset of questions with Ray Data on two engines; stopped, the same command goes on with what is missing."""
+"""Answer a dataset with Ray Data on two engines; stopped, the same command goes on with the rows that are missing."""
 
 from __future__ import annotations
 

@@ -45,8 +45,9 @@ class PinnedPredictor(PagedPredictor):
 
 def run(arguments: argparse.Namespace, cores: list[int]) -> dict[str, float]:
     """Rows a second, processor's seconds a row, and a sum over the answers, with an engine on each of the cores."""
-    words = "the market is held once a week and people come from far away to sell wool salt and cider".split()
-    prompts = [" ".join(words[: 4 + index * 7 % 15] * 4) for index in range(arguments.rows)]
+    prompts = [
+        f"Question {index}. " + "The market is held once a week. " * (1 + index % 12) for index in range(arguments.rows)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         for core in cores:
             open(f"{folder}/{core}", "w").close()

@@ -69,7 +69,7 @@ def test_what_a_template_raises_refuses_the_row_alone() -> None:
 
 
 def test_a_model_without_a_template_names_the_ways_out() -> None:
-    with pytest.raises(RequestRefused, match="chat_template=.*prompts"):
+    with pytest.raises(RequestRefused, match=r"chat_template=.*prompts"):
         prompt_ids(byte_tokenizer(chat_template=None), [USER], None, {})
 
 
