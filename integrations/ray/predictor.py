@@ -192,9 +192,6 @@ class PagedPredictor:
                 raise RequestRefused(
                     f"the row has nothing in {' or '.join(name for name in self._names if name in batch)}"
                 )
-            if isinstance(prompt, (bytes, bytearray)):
-                # A sequence of ints, which nobody means as token ids.
-                raise RequestRefused(f"a prompt is text or token ids, got {describe(prompt)}; decode it")
             return plain(prompt), ()
         if not is_missing(prompt):
             raise RequestRefused(f"the row has both {' and '.join(self._names)}; leave one of them empty")
