@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paged_backend.checks import describe
 from paged_backend.errors import ConfigError, EngineFailed, NotPicklable, RequestFailed, RequestRefused
 from paged_backend.integrations.ray.answer import COLUMNS, Answer, columns
-from paged_backend.integrations.ray.cells import is_missing, plain
+from paged_backend.integrations.ray.cells import is_missing, objects, plain
 from paged_backend.integrations.ray.conversation import check_variables, prompt_ids
 from paged_backend.sampling_params import SamplingParams
 
@@ -108,7 +108,8 @@ class PagedPredictor:
         """
         num_rows = self._num_rows(batch)
         answers = self._answers(batch, range(num_rows))
-        return {**batch, **{f"{self._output_prefix}{name}": column for name, column in columns(answers).items()}}
+        found = {f"{self._output_prefix}{name}": column for name, column in columns(answers).items()}
+        return {**batch, **self._empty(batch), **found}
 
     def close(self) -> None:
         """End the engine and free its memory; rows that are not answered end with ``"abort"``."""
@@ -148,6 +149,11 @@ class PagedPredictor:
                 'rename or drop it, or set output_prefix, such as "answer_"'
             )
         return num_rows
+
+    def _empty(self, batch: Batch) -> Batch:
+        """Columns that it reads and that hold nothing: as None, since Ray writes NaN, which fits no other type."""
+        read = [name for name in (*self._names, self._params_column) if name is not None and name in batch]
+        return {name: objects([None] * len(batch[name])) for name in read if all(map(is_missing, batch[name]))}
 
     def _answers(self, batch: Batch, rows: Sequence[int]) -> list[Answer]:
         answers: dict[int, Answer] = {}

@@ -138,6 +138,13 @@ def test_a_batch_without_rows_has_the_result_columns(predictor: PagedPredictor) 
     assert {len(column) for column in found.values()} == {0}
 
 
+def test_a_column_without_prompts_comes_back_as_none_whatever_ray_made_of_it(predictor: PagedPredictor) -> None:
+    found = predictor({"prompt": np.array(["a"]), "params": np.array([math.nan]), "messages": np.array([math.nan])})
+    assert list(found["error"]) == [""]
+    assert found["messages"].tolist() == found["params"].tolist() == [None]
+    assert found["prompt"].tolist() == ["a"]
+
+
 def test_columns_have_one_type_whether_rows_fail_or_not(predictor: PagedPredictor) -> None:
     good, bad = ask(predictor, ["a"]), ask(predictor, [""])
     for name in good.keys() - {"prompt", "params"}:
