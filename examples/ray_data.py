@@ -44,7 +44,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     asked.write_text("".join(f"{json.dumps(row)}\n" for row in questions(arguments.rows)))
 
-    ray.init(num_cpus=arguments.engines + 1, include_dashboard=False, log_to_driver=False)
+    # Beside the engines: what leaves out answered rows, what reads and what writes.
+    ray.init(num_cpus=arguments.engines + 3, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
         id_column="id", checkpoint_path=str(folder / "checkpoint"), delete_checkpoint_on_success=False
     )

@@ -18,11 +18,10 @@ def test_a_pool_of_engines_answers_every_row_of_a_dataset(folder: str, predictor
     from paged_backend.integrations.ray import PagedPredictor
 
     rows: list[dict[str, Any]] = [
-        {"id": index, "prompt": f"row {index}", "messages": None, "params": {"max_tokens": 1 + index % 4}}
-        for index in range(14)
+        {"id": index, "prompt": f"row {index}", "params": {"max_tokens": 1 + index % 4}} for index in range(14)
     ]
-    rows.append({"id": 14, "prompt": "", "messages": None, "params": None})
-    rows.append({"id": 15, "prompt": None, "messages": [{"role": "user", "content": "hi"}], "params": None})
+    rows.append({"id": 14, "prompt": "", "params": {"max_tokens": 3}})
+    rows.append({"id": 15, "prompt": "the last", "params": {"max_tokens": 4}})
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
     try:
         ray.data.DataContext.get_current().enable_progress_bars = False
