@@ -40,16 +40,21 @@ def main() -> None:
     arguments = parser.parse_args()
     # Workers have folders of their own.
     folder = arguments.folder.absolute()
-    asked, answered = folder / "questions.jsonl", folder / "answers"
+    asked, answered = folder / "questions", folder / "answers"
     folder.mkdir(parents=True, exist_ok=True)
-    asked.write_text("".join(f"{json.dumps(row)}\n" for row in questions(arguments.rows)))
+    # A file is a block, the least that an engine gets; Ray's checkpoint does not follow a file that is split.
+    asked.mkdir(exist_ok=True)
+    rows, num_files = questions(arguments.rows), 4 * arguments.engines
+    for number in range(num_files):
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows[number::num_files])
+        (asked / f"{number}.jsonl").write_text(lines)
 
     # Beside the engines: what leaves out answered rows, what reads and what writes.
     ray.init(num_cpus=arguments.engines + 3, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
         id_column="id", checkpoint_path=str(folder / "checkpoint"), delete_checkpoint_on_success=False
     )
-    answers = ray.data.read_json(str(asked), lines=True, override_num_blocks=4 * arguments.engines).map_batches(
+    answers = ray.data.read_json(str(asked), lines=True).map_batches(
         PagedPredictor,
         fn_constructor_kwargs={
             "model": arguments.model or sample_model.fetch(),
@@ -63,13 +68,13 @@ def main() -> None:
     )
     answers.write_parquet(str(answered))
     ray.data.DataContext.get_current().checkpoint_config = None
-    rows = ray.data.read_parquet(str(answered)).take_all()
+    found = ray.data.read_parquet(str(answered)).take_all()
     ray.shutdown()
 
-    for row in sorted(rows, key=lambda row: row["id"])[:5]:
+    for row in sorted(found, key=lambda row: row["id"])[:5]:
         print(f"{row['id']}: {row['text']!r}{row['error']}")
-    reasons = collections.Counter(row["finish_reason"] for row in rows)
-    print(f"{len(rows)} rows answered, {len({row['id'] for row in rows})} different ones: {dict(reasons)}")
+    reasons = collections.Counter(row["finish_reason"] for row in found)
+    print(f"{len(found)} rows answered, {len({row['id'] for row in found})} different ones: {dict(reasons)}")
 
 
 if __name__ == "__main__":
