@@ -109,7 +109,7 @@ class PagedPredictor:
         num_rows = self._num_rows(batch)
         answers = self._answers(batch, range(num_rows))
         found = {f"{self._output_prefix}{name}": column for name, column in columns(answers).items()}
-        return {**batch, **self._empty(batch), **found}
+        return {**batch, **self._own(batch), **found}
 
     def close(self) -> None:
         """End the engine and free its memory; rows that are not answered end with ``"abort"``."""
@@ -150,10 +150,16 @@ class PagedPredictor:
             )
         return num_rows
 
-    def _empty(self, batch: Batch) -> Batch:
-        """Columns that it reads and that hold nothing: as None, since Ray writes NaN, which fits no other type."""
+    def _own(self, batch: Batch) -> Batch:
+        """The columns that it reads, as Arrow took them in: Ray pickles arrays of mappings, and writes NaN for nothing.
+
+        Pickled columns could be read by nobody else, and NaN fits no other block's type.
+        """
         read = [name for name in (*self._names, self._params_column) if name is not None and name in batch]
-        return {name: objects([None] * len(batch[name])) for name in read if all(map(is_missing, batch[name]))}
+        own = {name: objects([None] * len(batch[name])) for name in read if all(map(is_missing, batch[name]))}
+        if self._messages_column in batch and self._messages_column not in own:
+            own[self._messages_column] = objects([plain(chat) for chat in batch[self._messages_column]])
+        return own
 
     def _answers(self, batch: Batch, rows: Sequence[int]) -> list[Answer]:
         answers: dict[int, Answer] = {}

@@ -145,6 +145,11 @@ def test_a_column_without_prompts_comes_back_as_none_whatever_ray_made_of_it(pre
     assert found["prompt"].tolist() == ["a"]
 
 
+def test_chats_come_back_as_lists_which_arrow_need_not_pickle(predictor: PagedPredictor) -> None:
+    found = ask(predictor, [None], messages=[CHAT])
+    assert found["messages"][0] == [{"role": "user", "content": "hi"}]
+
+
 def test_columns_have_one_type_whether_rows_fail_or_not(predictor: PagedPredictor) -> None:
     good, bad = ask(predictor, ["a"]), ask(predictor, [""])
     for name in good.keys() - {"prompt", "params"}:
