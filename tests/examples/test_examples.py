@@ -119,6 +119,19 @@ def test_openai_client_asks_a_server_in_each_of_the_ways(tiny_folder: str, run_e
     assert re.search(r"structured: title=(['\"]).*\1 stars=[1-5]", output, flags=re.DOTALL)
 
 
+# Processes of Ray's own start, load everything anew and end.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_ray_data_answers_every_row_and_goes_on_where_it_was_stopped(
+    tiny_folder: str, run_example: Callable[..., str], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray.data", reason="Ray Data is not installed (extra ray)")
+    arguments = [str(tmp_path), "--model", tiny_folder, "--engines", "1", "--max-tokens", "2", "--rows"]
+    assert "4 rows answered, 4 different ones: {'length': 4}" in run_example("ray_data.py", *arguments, "4")
+    # What is answered already is left out.
+    assert "10 rows answered, 10 different ones: {'length': 10}" in run_example("ray_data.py", *arguments, "10")
+
+
 def test_every_example_is_run_here() -> None:
     source = Path(__file__).read_text()
     for example in EXAMPLES.glob("*.py"):
