@@ -16,6 +16,8 @@ from paged_backend.integrations.chat.response_parser import ResponseParser, Whol
 from paged_backend.integrations.chat.tool_formats import FORMATS, ToolFormat, format_of_template
 
 # What ChatSettings say and a call may say otherwise.
+# What stands around reasoning in templates: most models' way, and Mistral's.
+REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 SETTINGS = ("chat_template", "chat_template_kwargs", "tool_parser", "reasoning_tags")
 # Arguments of apply_chat_template that are settled here.
 _NO_VARIABLES = frozenset(
@@ -199,7 +201,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _reasoning_tags(tags: tuple[str, str] | str | None, template: str) -> tuple[str, str] | None:
     if tags is None or isinstance(tags, tuple):
         return tags
-    return ("<think>", "</think>") if "</think>" in template else None
+    return next((pair for pair in REASONING_TAGS if pair[1] in template), None)
 
 
 def _tool_format(parser: Any, template: str) -> ToolFormat | WholeParser:

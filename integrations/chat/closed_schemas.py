@@ -111,11 +111,17 @@ def _excludes(one: Any, other: Any) -> bool:
     """Whether nothing that ``one`` allows by name is an ``other``."""
     if not isinstance(one, Mapping) or not isinstance(other, Mapping) or not {*one, *other}.isdisjoint(_PARTS):
         return False
-    kinds = {one.get("type"), other.get("type")}
-    if len(kinds) == 2 and not kinds & {None, "number"}:
+    kinds = [_kinds(one), _kinds(other)]
+    if kinds[0].isdisjoint(kinds[1]) and not {None, "number"} & (kinds[0] | kinds[1]):
         return True
     needed, has, wants = other.get("required", ()), one.get("properties", {}), other.get("properties", {})
     return any(name not in has or _differ(has[name], wants.get(name, {})) for name in needed)
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[Any]:
+    """The types that a schema allows; None where it does not say."""
+    kind = schema.get("type")
+    return set(kind) if isinstance(kind, list) else {kind}
 
 
 def _differ(one: Any, other: Any) -> bool:

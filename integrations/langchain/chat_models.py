@@ -62,7 +62,7 @@ class ChatPaged(BatchesTogether, PagedModel, BaseChatModel):
     (content, [(name, arguments)]); by default what the chat template shows."""
     reasoning_tags: tuple[str, str] | Literal["auto"] | None = "auto"
     """What stands around reasoning, which becomes ``additional_kwargs["reasoning_content"]`` and a content block; by
-    default ``<think>`` and ``</think>`` where the template has them."""
+    default ``<think>`` and ``</think>``, or ``[THINK]`` and ``[/THINK]``, where the template has them."""
     stream_usage: bool = True
 
     call_arguments: ClassVar[frozenset[str]] = frozenset(

@@ -9,6 +9,7 @@ from typing import Any
 
 from langchain_core.language_models.model_profile import ModelProfile
 
+from paged_backend.integrations.chat.chat_request import REASONING_TAGS
 from paged_backend.integrations.chat.conversations import knows_tools
 
 
@@ -33,7 +34,7 @@ def profile_of(model: str, chat_template: str | None, engine: Any) -> ModelProfi
         image_inputs=False,
         audio_inputs=False,
         video_inputs=False,
-        reasoning_output="</think>" in template,
+        reasoning_output=any(end in template for _, end in REASONING_TAGS),
         tool_calling=knows_tools(template),
         tool_choice=constrains,
         tool_call_streaming=True,

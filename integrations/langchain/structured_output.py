@@ -36,12 +36,21 @@ def structured_output(
     return raw | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
 
+def _shown(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema as LangChain can write it down, which takes a type for one text."""
+    kinds = schema.get("type")
+    if not isinstance(kinds, list):
+        return schema
+    rest = {key: value for key, value in schema.items() if key != "type"}
+    return {**rest, "allOf": [*schema.get("allOf", ()), {"anyOf": [{"type": kind} for kind in kinds]}]}
+
+
 def _bound(
     model: BaseChatModel, schema: Any, method: str, strict: bool | None, kwargs: Mapping[str, Any]
 ) -> tuple[Runnable[Any, Any], Any]:
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     own = None if schema is None else schema_of(schema)
-    shown = {"kwargs": {"method": method}, "schema": schema if is_class else own}
+    shown = {"kwargs": {"method": method}, "schema": schema if is_class or own is None else _shown(own)}
     if method == "function_calling":
         tools = openai_tools([schema], strict)
         name = tools[0]["function"]["name"]

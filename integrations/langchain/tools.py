@@ -51,6 +51,8 @@ def _openai_tool(tool: Any, strict: bool | None) -> dict[str, Any]:
 def _known_form(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A dictionary in a form of which LangChain keeps everything."""
     kind = tool.get("type", "function")
+    # A schema may allow several types.
+    kind = kind[0] if isinstance(kind, list) and kind else kind
     if kind not in ("function", *_TYPES_OF_SCHEMAS) and "input_schema" not in tool:
         raise ValueError(
             f"what is of type {kind!r} is run by the service of its provider, and there is none here; give a function, "

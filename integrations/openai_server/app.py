@@ -72,7 +72,8 @@ def create_app(
     chat_template: instead of the tokenizer's own.
     tool_parser: how the model writes tool calls: "hermes", "llama3", "mistral" or "json"; by default what the template
         shows.
-    reasoning_tags: what stands around reasoning; by default ``<think>`` and ``</think>`` where the template has them.
+    reasoning_tags: what stands around reasoning; by default ``<think>`` and ``</think>``, or ``[THINK]`` and
+        ``[/THINK]``, where the template has them.
     registry: a ``prometheus_client`` registry that ``/metrics`` serves, such as one of the plugin Prometheus; None
         serves the default one.
 

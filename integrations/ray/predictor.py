@@ -19,7 +19,7 @@ from paged_backend.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import numpy as np
 
-    from paged_backend.service.handle import Handle
+    from paged_backend import Handle
 
     Batch = dict[str, np.ndarray[Any, Any]]
 

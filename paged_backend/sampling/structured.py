@@ -19,6 +19,7 @@ from paged_backend.sampling_params import SamplingParams
 
 # As json.dumps writes it, which is how chat templates show JSON to a model. Free white space would let a model that has
 # nothing to say write it for ever.
+_THEIR_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -31,6 +32,8 @@ def check_constraint(params: SamplingParams, tokenizer: Any) -> None:
     llguidance = _library()
     problem = llguidance.LLMatcher.validate_grammar(_grammar(params), _library_tokenizer(tokenizer, (), 0))
     if problem:
+        # It names an option of its own; what the caller can change is the schema.
+        problem = problem.replace(_THEIR_ADVICE, "Write anyOf instead, if more than one of them may hold")
         raise RequestRefused(f"{_named(params)} cannot be followed: {problem.strip()}")
 
 

@@ -45,7 +45,7 @@ def test_a_kernel_that_computes_something_else_is_told_and_fails_the_command(mon
         "rms_norm": lambda *given: 1.01 * REFERENCE.functions["rms_norm"](*given),
         "silent": REFERENCE.functions["rms_norm"],
     }
-    monkeypatch.setattr(self_test, "chosen", lambda device: replace(cpu.BACKEND, name="broken", functions=functions))
+    monkeypatch.setattr(self_test, "preferred", lambda device: replace(cpu.BACKEND, name="broken", functions=functions))
     result = invoke("--json")
     assert result.exit_code == 1
     told = json.loads(result.stdout)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import save_tiny
+from gguf_files import write_model
+from tiny_models import make_tiny, save_tiny
 
 import paged_backend
 from paged_backend import Engine, SamplingParams
@@ -30,7 +31,10 @@ def policy_block() -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
+    folder = save_tiny(tmp_path_factory.mktemp("tiny"))
+    # Beside it, as the README names them.
+    write_model(folder.with_suffix(".gguf"), make_tiny("llama"), {})
+    return folder
 
 
 def test_every_python_block_runs_after_those_before_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

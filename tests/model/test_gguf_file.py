@@ -94,10 +94,13 @@ def test_the_modules_are_transformers_own(folders):
 def test_generate_runs_paged_on_a_packed_model(folders):
     model = load_gguf(str(folders["llama"]), FILE)
     prompt = torch.tensor([PROMPTS[0]])
-    paged_backend.install()
     options = {"max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(model.generate(prompt, cache_impl="paged", **options), model.generate(prompt, **options))
-    paged_backend.release(model)
+    paged_backend.install()
+    try:
+        assert torch.equal(model.generate(prompt, cache_impl="paged", **options), model.generate(prompt, **options))
+    finally:
+        paged_backend.uninstall()
+        paged_backend.release(model)
 
 
 def test_half_precision_is_no_farther_away_than_that_of_the_dequantised_model(folders):

@@ -130,6 +130,10 @@ def test_a_processor_cannot_lead_out_of_the_constraint(engine: Engine) -> None:
         ({"regex": "[a-"}, "unclosed character class"),
         ({"grammar": 'start: "a'}, "lexer error"),
         ({"json_schema": {"type": "nonsense"}}, "nonsense"),
+        (
+            {"json_schema": {"oneOf": [{"required": ["a"]}, {"properties": {"b": {"type": "string"}}}]}},
+            "Write anyOf instead",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused_when_it_is_added(engine: Engine, params: dict, says: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from block_checks import assert_all_blocks_are_back
 
 from paged_backend import AsyncEngine, Engine, SamplingParams, hookimpl
+from paged_backend.service.engine_thread import _engine_threads
 
 # Longer than any wait in here can take unless something hangs.
 PATIENCE_S = 60
@@ -94,7 +95,8 @@ def assert_idle(engine: Engine) -> None:
 
 def assert_closed(service: AsyncEngine) -> None:
     """No thread is left, and nothing of the requests."""
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("paged-backend")]
+    of_its_engine = [thread for thread in _engine_threads if thread.engine is service.engine]
+    assert not [thread for thread in of_its_engine if thread._thread.is_alive()]
     assert service.num_unfinished == 0
     assert_idle(service.engine)
 

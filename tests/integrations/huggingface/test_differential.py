@@ -159,7 +159,14 @@ def calls(draw, *, by_rows: bool = False):
 
 def assert_agree(call: Call) -> None:
     """The two ways return the same, but for rounding where stock's two best scores nearly tie."""
-    theirs, ours = call.run_stock(), call.run_paged()
+    try:
+        theirs = call.run_stock()
+    except RuntimeError as error:
+        # Processors that leave a row no token at all.
+        with pytest.raises(type(error)):
+            call.run_paged()
+        return
+    ours = call.run_paged()
     assert type(ours) is type(theirs)
     whole = isinstance(theirs, dict)
     if not torch.equal(*(out.sequences if whole else out for out in (ours, theirs))):

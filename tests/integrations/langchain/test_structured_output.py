@@ -149,6 +149,11 @@ FOLLOWED: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     "string": ({"type": "string", "maxLength": 3}, lambda value: isinstance(value, str)),
     "boolean": ({"type": "boolean"}, lambda value: isinstance(value, bool)),
     "null": ({"type": "null"}, lambda value: value is None),
+    "several types": ({**A, "type": ["object", "null"]}, lambda value: value is None or set(value) == {"a"}),
+    "oneOf several types": (
+        {"oneOf": [{"type": ["integer", "null"], "maximum": 9}, A]},
+        lambda value: value is None or value in range(-(10**9), 10) or set(value) == {"a"},
+    ),
     "anyOf": ({"anyOf": [A, {"enum": [7]}]}, lambda value: value == 7 or set(value) == {"a"}),
     "oneOf": ({"oneOf": [A, B]}, lambda value: set(value) in ({"a"}, {"b"})),
     "allOf": ({"allOf": [A, B]}, lambda value: set(value) == {"a", "b"}),
