@@ -30,6 +30,8 @@ def is_closed(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except ConnectionResetError:
         return True
+    except TimeoutError:
+        return False
 
 
 def test_a_connection_that_says_nothing_is_closed(impatient: Running):
@@ -74,6 +76,10 @@ def test_connections_without_a_request_make_room_for_others(app: Any, monkeypatc
         idle = [connect(server) for _ in range(30)]
         wait_until(lambda: len(server.server.server_state.connections) == 5)
         assert httpx.get(f"{server.url}/models").status_code == 200
-        assert sum(map(is_closed, idle[:20])) >= 20 - 5
+        # Long before anybody's patience ends.
+        for connection in idle:
+            connection.settimeout(0.5)
+        # The question itself took a place too.
+        assert 30 - 5 <= sum(map(is_closed, idle)) <= 30 - 5 + 1
         for connection in idle:
             connection.close()
