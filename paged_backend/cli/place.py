@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from paged_backend.cli.options import Terminal, check_plot, errors_in_words, json_object, naming, spread
-from paged_backend.cli.replay_flags import ReplayFlags, Trace, check_options, names
-from paged_backend.errors import ConfigError
+from paged_backend.cli.replay_flags import ReplayFlags, Trace, check_options, names, paced_requests
 
 
 @spread
@@ -47,18 +46,12 @@ def place(
     with errors_in_words():
         from paged_backend.lab import placement as lab
         from paged_backend.lab import placement_report as report
-        from paged_backend.lab.trace import read_trace
 
         check_plot(plot)
         machine = flags.machine(console)
-        if load is not None and rate_scale != 1:
-            raise ConfigError(f"--load={load:g} and --rate-scale={rate_scale:g} both set the pace; give one of them")
         routers, options = names("--router", router), router_options or {}
         check_options("--router-options", options, routers)
-        with naming(f"the trace {trace} cannot be read"):
-            requests = read_trace(
-                trace, limit=flags.limit, rate_scale=rate_scale, clients=flags.clients, seed=flags.seed
-            )
+        requests = paced_requests(trace, flags, rate_scale, load)
         results = []
         with Terminal(stderr=True).status("placing") as status:
             compared = list(product(routers, flags.policies()))

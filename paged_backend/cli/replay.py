@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from paged_backend.cli.options import Terminal, check_plot, errors_in_words, naming, spread
-from paged_backend.cli.replay_flags import ReplayFlags, Trace
-from paged_backend.errors import ConfigError
+from paged_backend.cli.replay_flags import ReplayFlags, Trace, paced_requests
 
 
 @spread
@@ -41,16 +40,10 @@ def replay(
     with errors_in_words():
         from paged_backend.lab import replay as lab
         from paged_backend.lab import report
-        from paged_backend.lab.trace import read_trace
 
         check_plot(plot)
         machine = flags.machine(console)
-        if load is not None and rate_scale != 1:
-            raise ConfigError(f"--load={load:g} and --rate-scale={rate_scale:g} both set the pace; give one of them")
-        with naming(f"the trace {trace} cannot be read"):
-            requests = read_trace(
-                trace, limit=flags.limit, rate_scale=rate_scale, clients=flags.clients, seed=flags.seed
-            )
+        requests = paced_requests(trace, flags, rate_scale, load)
         results = []
         with Terminal(stderr=True).status("replaying") as status:
             compared = flags.policies()

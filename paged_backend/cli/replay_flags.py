@@ -15,6 +15,7 @@ from paged_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from paged_backend.lab.replay import Machine, Policies
+    from paged_backend.lab.trace import TraceRequest
 
 Trace = Annotated[
     Path,
@@ -93,6 +94,16 @@ class ReplayFlags:
             Policies(one, other, scheduler_options.get(one, {}), eviction_options.get(other, {}))
             for one, other in product(schedulers, evictions)
         ]
+
+
+def paced_requests(trace: Path, flags: ReplayFlags, rate_scale: float, load: float | None) -> list[TraceRequest]:
+    """The requests of a trace, so many times as fast. Raises ConfigError where a load is to set the pace as well."""
+    from paged_backend.lab.trace import read_trace
+
+    if load is not None and rate_scale != 1:
+        raise ConfigError(f"--load={load:g} and --rate-scale={rate_scale:g} both set the pace; give one of them")
+    with naming(f"the trace {trace} cannot be read"):
+        return read_trace(trace, limit=flags.limit, rate_scale=rate_scale, clients=flags.clients, seed=flags.seed)
 
 
 def names(flag: str, text: str) -> list[str]:

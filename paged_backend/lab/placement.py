@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from paged_backend.checks import checked_amount, checked_int
-from paged_backend.errors import ConfigError
+from paged_backend.checks import checked_int
 from paged_backend.lab.replay import (
     Arrivals,
     LengthKnowledge,
@@ -17,9 +16,10 @@ from paged_backend.lab.replay import (
     Policies,
     Replayed,
     ReplayEngine,
+    paced,
     uncollected,
 )
-from paged_backend.lab.trace import TraceRequest, checked_time
+from paged_backend.lab.trace import TraceRequest
 from paged_backend.policy.policy_errors import PolicyErrors
 from paged_backend.policy.router import Router
 from paged_backend.request.request import Request
@@ -83,13 +83,11 @@ def at_load(trace: Sequence[TraceRequest], machine: Machine, num_replicas: int, 
 
     What they can do is taken from a placement in which all requests are there at once, each sent to the least loaded.
     """
-    load = checked_amount("load", load, positive=True)
-    span = trace[-1].arrival
-    if not span:
-        raise ConfigError("the trace's requests arrive all at once, so that no load can be made of them")
-    at_once = [replace(request, arrival=0.0) for request in trace]
-    capacity_s = place(at_once, machine, num_replicas, Routing("least_loaded")).seconds
-    return [replace(request, arrival=checked_time(request.arrival * capacity_s / load / span)) for request in trace]
+
+    def seconds_of(at_once: list[TraceRequest]) -> float:
+        return place(at_once, machine, num_replicas, Routing("least_loaded")).seconds
+
+    return paced(trace, [load], seconds_of)[0]
 
 
 class Placement:

@@ -13,7 +13,7 @@ import numpy as np
 from paged_backend.lab.figure import new_figure, save
 from paged_backend.lab.placement import Placed
 from paged_backend.lab.replay import Machine
-from paged_backend.lab.report import numbers
+from paged_backend.lab.report import numbers, side_by_side
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,15 +72,7 @@ def to_json(results: Sequence[Placed], machine: Machine, settings: dict[str, Any
 
 def table(results: Sequence[Placed], title: str) -> Table:
     """A column for each placement, a row for each number that any of them has; what is 0 in all is left out."""
-    from rich.table import Column, Table
-
-    columns = [metrics(result) for result in results]
-    shown = Table("", *(Column(_label(result, results), justify="right") for result in results), title=title)
-    for name, text, form in _ROWS:
-        values = [column[name] for column in columns]
-        if any(values):
-            shown.add_row(text, *("" if value is None else form.format(value) for value in values))
-    return shown
+    return side_by_side([(_label(result, results), metrics(result)) for result in results], _ROWS, title)
 
 
 def _label(placed: Placed, results: Sequence[Placed]) -> str:

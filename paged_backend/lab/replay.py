@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -124,11 +124,18 @@ def at_load(trace: Sequence[TraceRequest], machine: Machine, load: float) -> lis
 
 def at_loads(trace: Sequence[TraceRequest], machine: Machine, loads: Sequence[float]) -> list[list[TraceRequest]]:
     """``trace`` at several loads."""
+    return paced(trace, loads, lambda at_once: replay(at_once, machine).seconds)
+
+
+def paced(
+    trace: Sequence[TraceRequest], loads: Sequence[float], seconds_of: Callable[[list[TraceRequest]], float]
+) -> list[list[TraceRequest]]:
+    """``trace`` at several loads of what can do it in ``seconds_of`` it, were all requests there at once."""
     loads = [checked_amount("load", load, positive=True) for load in loads]
     span = trace[-1].arrival
     if not span:
         raise ConfigError("the trace's requests arrive all at once, so that no load can be made of them")
-    capacity_s = replay([replace(request, arrival=0.0) for request in trace], machine).seconds
+    capacity_s = seconds_of([replace(request, arrival=0.0) for request in trace])
     return [
         [replace(request, arrival=checked_time(request.arrival * capacity_s / load / span)) for request in trace]
         for load in loads

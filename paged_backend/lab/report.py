@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,12 +134,22 @@ def to_json(results: Sequence[Replayed], machine: Machine, settings: dict[str, A
 
 def table(results: Sequence[Replayed], title: str) -> Table:
     """A column for each replay, a row for each number that any of them has; numbers that are 0 in all are left out."""
+    columns = [(_label(result.policies, results), metrics(result)) for result in results]
+    return side_by_side(columns, _ROWS, title)
+
+
+def side_by_side(
+    columns: Sequence[tuple[str, Mapping[str, float | None]]], rows: Sequence[tuple[str, str, str]], title: str
+) -> Table:
+    """A table of columns, each a heading and numbers by name.
+
+    rows: of each number the name, the words and the form. One that is 0 or nothing in all columns is left out.
+    """
     from rich.table import Column, Table
 
-    columns = [metrics(result) for result in results]
-    shown = Table("", *(Column(_label(result.policies, results), justify="right") for result in results), title=title)
-    for name, text, form in _ROWS:
-        values = [column[name] for column in columns]
+    shown = Table("", *(Column(heading, justify="right") for heading, _ in columns), title=title)
+    for name, text, form in rows:
+        values = [found[name] for _, found in columns]
         if any(values):
             shown.add_row(text, *("" if value is None else form.format(value) for value in values))
     return shown
